@@ -86,6 +86,7 @@ def _read(words: Sequence[str], settings: Settings, gpu: str | None = None, judg
 def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
     from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
+    from sglang_dsv4.engine.coverage import launch as said  # noqa: PLC0415
     from sglang_dsv4.engine.memory import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
 
     args, model, disagg = launch.args, launch.model, get_disagg()
@@ -99,12 +100,13 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
         return replace(server, stock="DSV4_ENABLED=0")
     if isinstance(model, str):
         return replace(server, stock=model)
-    stock = _stock(args, server.kind, settings, model)
+    on = said(args=args, share=settings.share)
+    stock = _stock(on, server.kind, settings, model)
     more = (
         _plain_sentence(server.kind, stock),
-        *_choices(server.kind, stock),
-        _sessions(args, server.kind, stock, settings),
-        _prep(settings, model),
+        *_choices(on, server.kind, stock),
+        _sessions(on, server.kind, stock, settings),
+        _prep(on, settings, model),
         *_layout(settings),
         _hisparse(),
     )
@@ -132,57 +134,32 @@ def _too_little(model: Model, settings: Settings, arenas: int) -> str:
     return ""
 
 
-def _stock(args: Any, kind: str, settings: Settings, model: Model) -> str:
+def _stock(on: Any, kind: str, settings: Settings, model: Model) -> str:
     """Returns why nothing is copied to the host; empty where retracted requests come back, or sessions are kept."""
-    from sglang.srt.runtime_context import (  # noqa: PLC0415
-        get_context,
-        get_disagg,
-        get_memory,
-        max_speculative_num_draft_tokens,
-    )
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens  # noqa: PLC0415
 
-    from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
-    from sglang_dsv4.engine.memory import backup_refusal  # noqa: PLC0415
-    from sglang_dsv4.engine.plain.start import session_launch_reasons  # noqa: PLC0415
-    from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal, environment_refusal  # noqa: PLC0415
-
-    if kind == "prefill" and settings.sessions == OFF:
-        return "a prefill server retracts nothing"
-    if kind != "decode" and (reason := next(_plain(settings), None)):
-        return reason
-    if kind == "prefill" and (reason := next(session_launch_reasons(args, settings.share), None)):
-        return reason
-    if kind == "decode" and (reason := backup_refusal(get_disagg().disaggregation_decode_retraction_backup)):
-        return reason
-    drafts, stages = max_speculative_num_draft_tokens() or 0, get_context().server_args.pp_size
-    beside = bool(drafts), get_memory().enable_hisparse, stages
-    if reason := environment_refusal(model.geometry.ratios, *beside) or drafts_refusal(drafts):
-        return reason
-    if _has_uniform_rows():
-        return UNIFORM_ROWS
-    return NO_KEPT_ROWS if get_memory().enable_hisparse and not server_keeps_rows() else ""
-
-
-def _plain(settings: Settings) -> Iterator[str]:
-    """Yields why a plain server is left to the engine."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_spec  # noqa: PLC0415
-
+    from sglang_dsv4.engine.coverage import Part, refusal  # noqa: PLC0415
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
     from sglang_dsv4.engine.plain import start  # noqa: PLC0415
+    from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal, environment_refusal  # noqa: PLC0415
 
-    if reason := left_out("DSV4_PLAIN", settings.plain, version("sglang")):
-        yield reason
-    yield from start.server_reasons()
-    if get_memory().enable_hisparse and not server_keeps_rows():
-        yield start.NO_KEPT_ROWS
-    yield from start.feature_reasons(_drafts(), get_disagg().enable_pdmux, get_spec().enable_multi_layer_eagle)
-
-
-def _drafts() -> Any:
-    from sglang.srt.runtime_context import get_spec  # noqa: PLC0415
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: PLC0415
-
-    return SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    without_rows = on.hisparse and not server_keeps_rows()
+    if kind == "prefill" and settings.sessions == OFF:
+        return "a prefill server retracts nothing"
+    if kind != "decode" and (reason := left_out("DSV4_PLAIN", settings.plain, version("sglang"))):
+        return reason
+    parts = {"decode": (Part.DECODE,), "prefill": (Part.PLAIN, Part.SESSIONS)}.get(kind, (Part.PLAIN,))
+    if why := refusal(on, *parts):
+        return why
+    if kind != "decode" and without_rows:
+        return start.NO_KEPT_ROWS
+    drafts = max_speculative_num_draft_tokens() or 0
+    beside = bool(drafts), on.hisparse, on.args.pp_size
+    if why := environment_refusal(model.geometry.ratios, *beside) or drafts_refusal(drafts):
+        return why
+    if _has_uniform_rows():
+        return UNIFORM_ROWS
+    return refusal(on, Part.COPIES) or (NO_KEPT_ROWS if without_rows else "")
 
 
 def _has_uniform_rows() -> bool:
@@ -197,11 +174,9 @@ def _plain_sentence(kind: str, stock: str) -> str:
     return "Plain serving: no." if stock else "Plain serving: yes."
 
 
-def _choices(kind: str, stock: str) -> Iterator[str]:
+def _choices(on: Any, kind: str, stock: str) -> Iterator[str]:
     """Yields what a server does otherwise because requests may return their expert or indexer choices."""
-    from sglang_dsv4.engine.saving import records_choices  # noqa: PLC0415
-
-    if records_choices() and not stock:
+    if on.choices and not stock:
         yield (
             "A request that returns its expert or indexer choices (return_routed_experts, return_indexer_topk) is left "
             "to the engine (ChoicesBySlot)."
@@ -210,15 +185,15 @@ def _choices(kind: str, stock: str) -> Iterator[str]:
             yield "Restored requests are not added to the prefix cache."
 
 
-def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:
-    from sglang_dsv4.engine.plain.start import COMES_COMPUTED, session_launch_reasons  # noqa: PLC0415
+def _sessions(on: Any, kind: str, stock: str, settings: Settings) -> str:
+    from sglang_dsv4.engine.coverage import COMES_COMPUTED, Part, refusal  # noqa: PLC0415
 
     reason = "DSV4_SESSIONS=off" if settings.sessions == OFF else ""
     if not reason and kind == "decode":
         reason = COMES_COMPUTED
     if not reason and stock:
         reason = "this server is as stock"
-    if reason := reason or next(session_launch_reasons(args, settings.share), ""):
+    if reason := reason or refusal(on, Part.SESSIONS) or "":
         return f"Sessions: no, and no memory for them: {reason}."
     if settings.sessions is None:
         return "Sessions: yes, in all host memory that no retracted request holds (DSV4_SESSIONS=auto)."
@@ -227,12 +202,11 @@ def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:
     )
 
 
-def _prep(settings: Settings, model: Model) -> str:
-    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+def _prep(on: Any, settings: Settings, model: Model) -> str:
+    from sglang_dsv4.engine.coverage import Part, refusal  # noqa: PLC0415
+    from sglang_dsv4.engine.metadata.attach import ratios_refusal  # noqa: PLC0415
 
-    from sglang_dsv4.engine.metadata.attach import ratios_refusal, server_refusal  # noqa: PLC0415
-
-    reason = _other_backend(model) or server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
+    reason = _other_backend(model) or refusal(on, Part.METADATA)
     reason = reason or ratios_refusal(model.geometry.ratios)
     reason = left_out("DSV4_PREP", settings.prep, version("sglang")) or reason
     if reason:

@@ -120,28 +120,6 @@ def take_results(scheduler: Any) -> None:
     scheduler.last_batch = None
 
 
-def backup_refusal(choice: str | None) -> str | None:
-    """Returns why a decode server with that --disaggregation-decode-retraction-backup makes no copies.
-
-    None: the engine has not chosen yet, and chooses cpu_tensor for DeepSeek-V4.
-    """
-    return None if choice in (None, "cpu_tensor") else f"retraction backup is {choice}"
-
-
-def has_host_tier() -> bool:
-    """Returns whether the engine moves cache between device and host, ordered behind the schedule stream alone."""
-    from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415
-
-    memory = get_memory()
-    return bool(
-        memory.enable_hierarchical_cache
-        or memory.hicache_storage_backend
-        or memory.enable_lmcache
-        or memory.enable_flexkv
-        or get_disagg().disaggregation_decode_enable_offload_kvcache
-    )
-
-
 _NO_SUCH_GROUP = 1 << 40  # blocks of a stage that has no layers of a group
 
 
@@ -290,11 +268,3 @@ def before_attach_canary_buffers(*, pool: Any, **_: Any) -> None:
 
     if isinstance(pool, TokenToKVPool):
         register_pool_attacher(type(pool), attach_dsv4)
-
-
-def refusal() -> str | None:
-    """Returns why this server makes no copies, if a canary runs in it."""
-    from sglang.srt.runtime_context import get_observability  # noqa: PLC0415
-
-    on = get_observability().kv_canary != "none"
-    return "--kv-canary keeps checksums by cache slot, which a copy does not have" if on else None

@@ -18,17 +18,15 @@ import torch
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import is_covered, piece_figures
-from sglang_dsv4.engine.memory import has_host_tier
-from sglang_dsv4.engine.releases import TESTED, current, engine_version
+from sglang_dsv4.engine.coverage import Part, launch, reasons
+from sglang_dsv4.engine.releases import TESTED, engine_version
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 2**31
-EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 READ = (9, 0)  # on others attention goes through kernels that may count bytes in 32 bits
-BACKENDS = ("nixl", "mooncake", "fake")  # whose way with pages was read; fake moves nothing
 SAID = ", DSV4_LAYOUT=page-major"
 
 
@@ -92,44 +90,11 @@ def _reasons(pool: Any) -> Iterator[str]:
 
 def server_reasons(cuda: bool) -> Iterator[str]:
     """Returns the reasons that the release, the GPU and the launch arguments tell. cuda: the pools lie on a GPU."""
-    from sglang.srt.runtime_context import (  # noqa: PLC0415
-        get_disagg,
-        get_exec,
-        get_memory,
-        get_observability,
-        get_parallel,
-    )
-
-    parallel, disaggregation, features = get_parallel(), get_disagg(), get_exec().features
     if engine_version() not in TESTED:
         yield f"sglang {engine_version()} (tested: {', '.join(TESTED)})"
     if cuda and torch.cuda.get_device_capability() != READ:
         yield f"a GPU of compute capability {torch.cuda.get_device_capability()} (whose kernels were read: {READ})"
-    if parallel.pp_size > 1:
-        yield "pipelines, whose stages send each other's layers apart"
-    if parallel.attn_cp_size > 1 or parallel.dcp_size > 1:
-        yield "context parallelism, which cuts pages between ranks"
-    if get_memory().enable_hisparse:
-        yield "HiSparse, which has slots of its own for the history"
-    if has_host_tier():
-        yield "a hierarchical cache, which copies pages layer by layer by the engine's ids"
-    if features.enable_return_routed_experts or features.enable_return_indexer_topk:
-        yield "the capture of routed experts or of indexer choices, whose buffers are as long as the engine's slots"
-    if get_observability().kv_canary != "none":
-        yield "--kv-canary, which counts on the engine's slots"
-    transfers = disaggregation.disaggregation_mode != "null"
-    if transfers and disaggregation.disaggregation_transfer_backend not in BACKENDS:
-        yield f"transfers by {disaggregation.disaggregation_transfer_backend} (covered: {', '.join(BACKENDS[:2])})"
-    by_nixl = disaggregation.disaggregation_transfer_backend == "nixl"
-    if disaggregation.disaggregation_mode == "prefill" and by_nixl and _sends_early():
-        yield f"{EARLY_SEND}=1 over NIXL on this release, which sends pages before they are written; set it to 0"
-
-
-def _sends_early() -> bool:
-    """Returns whether a prefill server sends pages over NIXL without the event behind which they are written."""
-    from sglang.srt.environ import envs  # noqa: PLC0415
-
-    return not current().nixl_gets_the_event and bool(getattr(envs, EARLY_SEND).get())
+    yield from reasons(launch(), Part.PAGE_MAJOR)
 
 
 def _pages(pool: Any) -> int:

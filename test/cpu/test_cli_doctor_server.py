@@ -77,6 +77,7 @@ def test_smaller_states_than_the_config_tells_may_fit(judged, monkeypatch, state
     (FLASH, "", {"enabled": False}, [f"{STOCK}DSV4_ENABLED=0"]),
     (FLASH, "--disaggregation-mode prefill", {}, ["(prefill", f"{STOCK}a prefill server retracts nothing"]),
     (FLASH, f"{DECODE} --disaggregation-decode-retraction-backup none", {}, [f"{STOCK}retraction backup is none"]),
+    (FLASH, f"{DECODE} --kv-canary log", {}, [f"{STOCK}--kv-canary keeps checksums"]),
     (FLASH, f"{DECODE} {EAGLE} 3", {}, ["will keep retracted requests"]),
     (FLASH, f"{DECODE} {EAGLE} 9", {}, [f"{STOCK}10 draft tokens: more than 8"]),
     (FLASH, f"{DECODE} --enable-hisparse", {}, ["rows are kept on the host", "off: HiSparse reads its own mapping"]),

@@ -6,11 +6,13 @@ test_docs.py says when a page is behind.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 
 from figures import between
 from figures.of_results import DOCS, ROOT, table
 
+from sglang_dsv4.engine.coverage import REASONS
 from sglang_dsv4.metrics import FALLBACKS, Counters, PrepCounts, SessionCounters
 from sglang_dsv4.settings import TABLE
 
@@ -45,7 +47,15 @@ def reasons() -> str:
     return table(("reason", "why"), ((f"`{name}`", why) for name, why in FALLBACKS.items()))
 
 
-TABLES = {"settings": settings, "metrics": metrics, "reasons": reasons}
+def coverage() -> str:
+    """Returns one row a part of this package, with the launch arguments that leave it out."""
+    told: dict[str, list[str]] = {}
+    for reason in REASONS:
+        told.setdefault(reason.part, []).append(re.sub(r"{[^}]*}", "something else", reason.sentence))
+    return table(("part", "not with"), ((part, "; ".join(sentences)) for part, sentences in told.items()))
+
+
+TABLES = {"settings": settings, "metrics": metrics, "reasons": reasons, "coverage": coverage}
 
 
 def wanted() -> dict[Path, str]:

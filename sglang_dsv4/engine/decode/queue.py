@@ -15,10 +15,11 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from typing_extensions import override
 
 from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.decode import recompute
 from sglang_dsv4.engine.decode.recompute import answer_without_copy, without
 from sglang_dsv4.engine.hisparse import rows as hisparse
-from sglang_dsv4.engine.memory import backup_refusal, reserve_host_memory
+from sglang_dsv4.engine.memory import reserve_host_memory
 from sglang_dsv4.engine.saving import copy_of, drop_copy, turned_out_wrong
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -44,11 +45,9 @@ class PreallocQueue(DecodePreallocQueue):
 
     def reserve_host_memory(self) -> None:
         """Reserves host memory once the streams are known; the draft's window goes into the target's copies."""
-        from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
-
-        choice = get_disagg().disaggregation_decode_retraction_backup
-        if backup_refusal(choice) is not None:
-            logger.info("retraction backup is %s: no host copies", choice)
+        on = launch()
+        if refusal(on, Part.DECODE):
+            logger.info("retraction backup is %s: no host copies", on.disagg.disaggregation_decode_retraction_backup)
             return
         reserve_host_memory(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
         if self.host is not None:

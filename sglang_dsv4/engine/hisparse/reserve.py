@@ -16,9 +16,9 @@ from sglang_dsv4.cache.families import kv_page_bytes
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.memory import Place, backup_refusal, min_over_ranks, place, ranks_an_arena
-from sglang_dsv4.engine.plain.start import server_reasons
+from sglang_dsv4.engine.memory import Place, min_over_ranks, place, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim, launcher
@@ -114,9 +114,8 @@ def server_keeps_rows() -> bool:
     if disagg.disaggregation_mode == "null":
         wanted, schedule = is_wanted(read_settings().plain, engine_version()), get_schedule()
         mixes = schedule.enable_mixed_chunk or schedule.enable_priority_scheduling
-        return wanted and not mixes and next(server_reasons(), None) is None
-    copies = backup_refusal(disagg.disaggregation_decode_retraction_backup) is None
-    return disagg.disaggregation_mode == "decode" and copies
+        return wanted and not mixes and refusal(launch(), Part.PLAIN) is None
+    return disagg.disaggregation_mode == "decode" and refusal(launch(), Part.DECODE) is None
 
 
 def reserve_pages(

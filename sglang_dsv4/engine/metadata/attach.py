@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.memory import has_host_tier, ranks_of
+from sglang_dsv4.engine.coverage import Part, launch, refusal
+from sglang_dsv4.engine.memory import ranks_of
 from sglang_dsv4.engine.metadata.graphs import GraphPrep
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.releases.base import Release
@@ -43,7 +44,7 @@ class BackendPrep:
         self.builder.warm_up()
         self.counts = PrepCounts()
         self.early: tuple[Any, StepMetadata] | None = None
-        publishes = backend.req_to_token.is_cuda and not has_host_tier()
+        publishes = backend.req_to_token.is_cuda and not launch().host_tier
         self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if publishes else None
 
     def tables(self) -> Tables:
@@ -135,8 +136,8 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
         return f"attention backend {type(backend).__name__}"
     if not isinstance(pool, TokenToKVPool):
         return f"pool {type(pool).__name__}"
-    reason = server_refusal(backend.hisparse_coordinator is not None, model_runner.spec_algorithm.is_dspark())
-    if reason:
+    on = launch(hisparse=backend.hisparse_coordinator is not None, drafts=model_runner.spec_algorithm)
+    if reason := refusal(on, Part.METADATA):
         return reason
     other = _other_layout(pool)
     if other:
@@ -146,22 +147,6 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
     except LayoutRefused as error:
         return str(error)
     return None if geometry.window == 128 else f"a window of {geometry.window}, covered: 128"
-
-
-def server_refusal(hisparse: bool, dspark: bool) -> str | None:
-    """Returns the refusal that the launch arguments tell."""
-    from sglang.srt.environ import envs  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_disagg, get_parallel  # noqa: PLC0415
-
-    if get_disagg().disaggregation_mode == "prefill":
-        return "a prefill server decodes nothing"
-    if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get():
-        return "online c128 compression"
-    if hisparse:
-        return "HiSparse reads its own mapping in every layer"
-    if dspark:
-        return "DSpark drafts"
-    return "context parallel attention" if get_parallel().attn_cp_size > 1 else None
 
 
 def ratios_refusal(ratios: Iterable[int]) -> str | None:

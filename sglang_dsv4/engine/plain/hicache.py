@@ -17,21 +17,6 @@ from typing import Any
 HIT = ("host_hit_length", "swa_host_hit_length")  # attributes of a request, which each match sets anew
 
 
-def refusal(memory: Any) -> str | None:
-    """Returns why a server with a host tier cannot restore a request, or None. memory: the engine's settings."""
-    if memory.enable_lmcache:
-        return "LMCache, whose hits are not the prefix cache's"
-    if memory.enable_flexkv:
-        return "FlexKV, whose hits are not the prefix cache's"
-    if memory.hicache_storage_backend:
-        return "a hierarchical cache with a storage backend, whose pages arrive while a request waits"
-    if not memory.enable_hierarchical_cache:
-        return None
-    if memory.hicache_host_memory_mode != "cache":
-        return "a hierarchical cache whose host memory is a buffer alone"
-    return "HiSparse beside a hierarchical cache" if memory.enable_hisparse else None
-
-
 def has_storage(tree: Any) -> bool:
     """Returns whether a storage backend was attached to the prefix cache, perhaps while the server ran and was idle."""
     return bool(getattr(tree, "enable_storage", False))

@@ -9,17 +9,11 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.memory import (
-    arenas_a_machine,
-    attention_ranks,
-    ranks_a_machine,
-    ranks_of,
-    reserve_host_memory,
-)
-from sglang_dsv4.engine.plain import hicache, tree
+from sglang_dsv4.engine.coverage import COMES_COMPUTED, NO_PREFIX_CACHE, NOT_SHARED, Launch, Part, launch, reasons
+from sglang_dsv4.engine.memory import attention_ranks, ranks_of, reserve_host_memory
+from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.saving import records_choices
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
@@ -29,9 +23,6 @@ logger = logging.getLogger(__name__)
 
 ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
 NO_KEPT_ROWS = "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
-COMES_COMPUTED = "prompts come to a decode server computed"
-NO_PREFIX_CACHE = "there is no prefix cache (--disable-radix-cache, HiSparse)"
-NOT_SHARED = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
 TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
@@ -56,13 +47,17 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     prefills = mode == DisaggregationMode.PREFILL
     if prefills and read_settings().sessions == OFF:
         return
-    reason = next(_reasons(scheduler), None)
+    on = launch(
+        mode=mode.value, args=scheduler.server_args, drafts=scheduler.spec_algorithm, pdmux=scheduler.enable_pdmux,
+        several_drafts=scheduler.server_args.enable_multi_layer_eagle,
+    )  # fmt: skip
+    reason = next(_reasons(scheduler, on), None)
     if reason is not None and not prefills:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         _leave_sessions(reason)
         return
-    reason = reason or next(session_reasons(scheduler), None)
+    reason = reason or next(session_reasons(scheduler, on), None)
     if prefills and reason is not None:
         _leave_sessions(reason)
         return
@@ -71,8 +66,8 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.
-    joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not has_watermark()
-    publishes = not records_choices()
+    joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not on.watermark
+    publishes = not on.choices
     plain = PlainServing(pool, pool.host, joins_decode, publishes)
     setattr(pool, NAME, plain)
     start_sessions(plain, scheduler, reason)
@@ -108,79 +103,22 @@ def _leave_sessions(reason: str) -> None:
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
 
 
-def session_reasons(scheduler: Any) -> Iterator[str]:
+def session_reasons(scheduler: Any, on: Launch) -> Iterator[str]:
     """Returns the reasons against keeping sessions that are known before the host memory is reserved."""
     if type(scheduler.tree_cache).__name__ != TREES[0] or scheduler.tree_cache.disable:
         yield NO_PREFIX_CACHE
-    yield from session_launch_reasons(scheduler.server_args, read_settings().share)
+    yield from reasons(on, Part.SESSIONS)
 
 
-def session_launch_reasons(args: Any, share: str) -> Iterator[str]:
-    """Returns the reasons that the launch arguments tell. share: DSV4_SHARE."""
-    from sglang.srt.environ import envs  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_memory, get_parallel  # noqa: PLC0415
-
-    if get_memory().disable_radix_cache:
-        yield NO_PREFIX_CACHE
-    if get_memory().enable_hierarchical_cache:
-        yield "beside a hierarchical cache, which keeps pages on the host itself"
-    if records_choices():
-        yield "expert or indexer choices are returned, which are recorded by cache slot"
-    if envs.SGLANG_RADIX_FORCE_MISS.get():
-        yield "SGLANG_RADIX_FORCE_MISS, with which no request finds its prefix"
-    if arenas_a_machine(args, share) * get_parallel().attn_tp_size > ranks_a_machine(args):  # else whole groups share
-        yield NOT_SHARED
-
-
-def _reasons(scheduler: Any) -> Iterator[str]:
+def _reasons(scheduler: Any, on: Launch) -> Iterator[str]:
     """Returns the reasons against restoring requests in this server."""
-    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
-
     tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
-    drafts, hisparse = scheduler.spec_algorithm, get_memory().enable_hisparse
-    yield from server_reasons()
-    if hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
+    yield from reasons(on, Part.PLAIN)
+    if on.hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
         yield NO_KEPT_ROWS
     if tree not in TREES:
         yield f"prefix cache {tree}, covered: {' and '.join(TREES)}"
-    if allocator != (covered := ALLOCATORS[hisparse]):
+    if allocator != (covered := ALLOCATORS[on.hisparse]):
         yield f"allocator {allocator}, covered: {covered}"
     if scheduler.tp_worker.model_runner.prefill_aware_swa:
         yield "prefill-aware SWA, which keeps the window rows of a whole prefill"
-    yield from feature_reasons(drafts, scheduler.enable_pdmux, scheduler.server_args.enable_multi_layer_eagle)
-
-
-def feature_reasons(drafts: Any, pdmux: bool, several_drafts: bool) -> Iterator[str]:
-    """Returns the reasons that the launch arguments tell. drafts: the engine's SpeculativeAlgorithm."""
-    if pdmux:
-        yield "PD multiplexing, which runs two forwards at a time"
-    if drafts.is_frozen_kv_mtp() or not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
-        yield f"speculative decoding by {drafts.name}, covered: EAGLE and DSPARK"
-    if several_drafts:
-        yield "several draft models, each with a pool of its own"
-
-
-def has_watermark() -> bool:
-    """Returns whether sampled tokens get a watermark, whose context is kept by row."""
-    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
-
-    return bool(get_exec().features.enable_watermark)
-
-
-def server_reasons() -> Iterator[str]:
-    """Returns the reasons known before the pools are built: HiSparse reserves its pages then."""
-    from sglang.srt.runtime_context import get_context, get_memory, get_parallel  # noqa: PLC0415
-
-    parallel = get_parallel()
-    if reason := hicache.refusal(get_memory()):
-        yield reason
-    if get_context().server_args.pp_size > 1:
-        yield "pipeline parallelism: its stages would have to agree on each copy"
-    if parallel.attn_cp_size > 1:
-        yield "context parallel attention"
-    if parallel.dcp_enabled:
-        yield "decode context parallelism"
-    if get_memory().enable_hisparse and has_watermark():
-        yield "HiSparse beside a watermark, which begins with an extend"
-    if reason := current().plain_refusal():
-        yield reason

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import Tables
 
@@ -30,7 +30,7 @@ class Release:
         if pool.request_window is not None:
             return "request_window keeps the SWA rows by request"
         # swa_valid_from is copied: paged DSpark drafts have it too.
-        return "draft SWA ring" if pool.swa_req_ring_size is not None else memory.refusal()
+        return "draft SWA ring" if pool.swa_req_ring_size is not None else refusal(launch(), Part.COPIES)
 
     # ---------------------------------------------------------------------------------------------- transfers
 
@@ -45,17 +45,6 @@ class Release:
     # Decoder SWA bounded replay: the late layers of an extend see a window that ends with it. One that begins with the
     # extend lacks 127 rows of a restored request, whose extend is of one token.
     replay_cuts_windows = False
-
-    def plain_refusal(self) -> str | None:
-        """Returns why a plain server with a feature of this release cannot restore a request, or None."""
-        from sglang.srt.runtime_context import get_exec, get_memory  # noqa: PLC0415
-
-        features = get_exec().features
-        if features.enable_encoder_swa_bounded_replay:
-            return "encoder SWA bounded replay, which computes a retracted request's window again"
-        if features.enable_decoder_swa_bounded_replay and self.replay_cuts_windows:
-            return "decoder SWA bounded replay, whose extends do not see the window before them in this release"
-        return "an external cache linker" if get_memory().enable_unified_cache_external_linker else None
 
     def prefix(self, tree: Any, req: Any) -> torch.Tensor:
         """Returns the full slots of the tokens that the prefix cache holds of a waiting request."""

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ from prep_fixture import (
 from server_fixture import update_weights
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.coverage import launch
 from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.engine.metadata import attach, eager
 from sglang_dsv4.engine.metadata.attach import prep_of
@@ -180,20 +181,17 @@ def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(decode,
 
 
 TIERS = (
-    ("get_memory", "enable_hierarchical_cache", True), ("get_memory", "hicache_storage_backend", "file"),
-    ("get_memory", "enable_lmcache", True), ("get_memory", "enable_flexkv", True),
-    ("get_disagg", "disaggregation_decode_enable_offload_kvcache", True),
+    ("memory", "enable_hierarchical_cache", True), ("memory", "hicache_storage_backend", "file"),
+    ("memory", "enable_lmcache", True), ("memory", "enable_flexkv", True),
+    ("disagg", "disaggregation_decode_enable_offload_kvcache", True),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("bag", "name", "value"), [*TIERS, ("get_memory", None, None)])
-def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
-    from sglang.srt import runtime_context
-
-    real = getattr(runtime_context, bag)()
-    names = {field: getattr(real, field) for where, field, _ in TIERS if where == bag}
-    monkeypatch.setattr(runtime_context, bag, lambda: SimpleNamespace(**(names | ({name: value} if name else {}))))
-    assert memory.has_host_tier() == (name is not None)
+@pytest.mark.parametrize(("bag", "name", "value"), [*TIERS, ("memory", None, None)])
+def test_a_host_tier_is_seen(bag, name, value):
+    names = {field: getattr(getattr(launch(), bag), field) for where, field, _ in TIERS if where == bag}
+    changed = SimpleNamespace(**(names | ({name: value} if name else {})))
+    assert replace(launch(), **{bag: changed}).host_tier == (name is not None)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pool_fixture import HIP, engine_on
 from server_fixture import VERSION
 
 from sglang_dsv4.engine import page_major
+from sglang_dsv4.engine.coverage import EARLY_SEND, launch
 from sglang_dsv4.engine.releases import base, v0_5_22
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.testing.standalone import (
@@ -117,10 +118,10 @@ def test_other_releases_and_gpus_are_refused(
 def test_a_release_whose_nixl_sends_before_the_forward_has_written(
     release: Any, mode: str, switch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_major, "current", release.Release)
-    monkeypatch.setenv(page_major.EARLY_SEND, switch)
+    monkeypatch.setattr(page_major, "launch", lambda: launch(release=release.Release()))
+    monkeypatch.setenv(EARLY_SEND, switch)
     boot(**{**TRANSFERS, "disaggregation_mode": mode})
-    assert any(page_major.EARLY_SEND in reason for reason in page_major.server_reasons(False)) is refused
+    assert any(EARLY_SEND in reason for reason in page_major.server_reasons(False)) is refused
     boot()
 
 

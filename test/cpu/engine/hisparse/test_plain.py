@@ -177,7 +177,8 @@ def test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pages would be pinned, and too large a DSV4_HOST_GB would stop it, for nothing."""
-    monkeypatch.setattr("sglang_dsv4.engine.plain.hicache.refusal", lambda _: "a host tier")
+    monkeypatch.setattr("sglang_dsv4.engine.hisparse.reserve.refusal", lambda *_: "a host tier")
+    monkeypatch.setattr("sglang_dsv4.engine.plain.start.reasons", lambda *_: iter(["a host tier"]))
     world = HiSparsePlainWorld()
     assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
 

@@ -12,7 +12,7 @@ from plain_world import ask, came_back, forget, live, over, run_to, serving
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_dsv4.engine.plain import hicache
+from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.weights import changing_weights
 
 PROMPT, ON_HOST, SAVED = 1000, 768, 1040  # tokens; whole pages of the prompt are published, and written to the host
@@ -192,6 +192,7 @@ def test_random_lives(way: dict[str, Any]) -> None:
 MEMORY = {
     "enable_hierarchical_cache": True, "hicache_storage_backend": None, "hicache_host_memory_mode": "cache",
     "enable_lmcache": False, "enable_flexkv": False, "enable_hisparse": False,
+    "enable_unified_cache_external_linker": False,
 }  # fmt: skip
 
 
@@ -204,6 +205,7 @@ MEMORY = {
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(change: dict[str, Any], named: str | None) -> None:
-    reason = hicache.refusal(SimpleNamespace(**MEMORY | change))
+    memory = SimpleNamespace(**MEMORY | change)
+    reason = refusal(launch(memory=memory, hisparse=memory.enable_hisparse), Part.PLAIN)
     assert (reason is None) == (named is None)
     assert named is None or named in str(reason)

@@ -12,6 +12,7 @@ import torch
 from plain_world import SMALL41, came_back, forget, live, nothing_is_held, over, retracted, run_to, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dsv4.engine import coverage
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.testing.content import PrefixLedger
 from sglang_dsv4.testing.forward import Forward, WrongRows
@@ -50,7 +51,7 @@ def refusal(**features: bool) -> str:
     """Returns why a plain server with those switches is left to the engine; empty where it is not."""
     boot(**features)
     try:
-        return current().plain_refusal() or ""
+        return coverage.refusal(coverage.launch(), coverage.Part.PLAIN) or ""
     finally:
         boot()
 
