@@ -106,7 +106,7 @@ def damaged_copy() -> Scene:
         ended,
         "The server stops rather than answer wrongly: restart it, and find the other writer to this process's memory. "
         "With DSV4_VERIFY=0 no load is compared, and the request goes on with a wrong cache.",
-        (r"^VerifyMismatch: host copy changed since the save: family c4_kv, layer 2, from position 259 ",),
+        (r"^VerifyMismatch: host copy changed since the save: tokens 256 to 300 ",),
         {"the load was not logged as done": not any("loaded" in line for line in lines)},
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def sessions() -> Scene:
         "A byte of a session changes on the host, DSV4_VERIFY=1; before it, another tenant and a flush",
         "the scheduler's exception", ended,
         "As for a damaged copy. DSV4_SESSIONS=off keeps none; docs/sessions.md says who finds which.",
-        (r"^VerifyMismatch: host copy changed since the save: family c4_kv, layer 1, from position 1027 ",),
+        (r"^VerifyMismatch: host copy changed since the save: tokens 1024 to 1280 ",),
         {
             "the same prompt goes on from the host": same == 1280,
             "another tenant's request finds nothing": other == 0,

@@ -215,7 +215,7 @@ class CopyService:
             spans = from_page(find_request_spans(self.buffers, request), copy.first_page)
             self.memory.wait_for_shares(copy)
             verify.check_shares(self.buffers, copy, spans)
-            copy.checksums = verify.checksums(self.buffers, copy, spans)
+            copy.checksums = verify.checksums(copy)
         except BaseException:
             copy.release()
             raise
@@ -291,7 +291,7 @@ class CopyService:
         spans: tuple[Spans, ...] = ()
         if copy.checksums is not None:
             spans = _together(self.true_on_every_rank, lambda: find_request_spans(self.buffers, request))
-            verify.check_host(self.buffers, copy, spans)
+            verify.check_host(copy)
         try:
             self._copier.load(copy, request, first_page)
         finally:

@@ -12,10 +12,8 @@ pass behind a save they vote on it, and agree on what their clocks say: at the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
-import operator
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -262,8 +260,7 @@ class SessionStore:
     def add_checksums(copy: HostCopy | None, pages: list[Page]) -> None:
         """Adds those of ``pages``, whose blocks ``copy`` holds beside its own."""
         if copy is not None and copy.checksums is not None:
-            for page in pages:
-                copy.checksums |= page.checksums or {}
+            copy.checksums |= {(Group.PAGED, page.depth - 1): page.checksum for page in pages}
 
     def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
         """Keeps the whole pages of a request's copy, so that its next copy need not save them again.
@@ -312,18 +309,12 @@ class SessionStore:
             self._give_back(gone)
 
     def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
-        """Gives each new page the checksums of its pieces, and the point those of its window."""
-        if copy.checksums is None:
-            return
-        paged = {family.name for family in self._host.buffers.families if family.whole_pages}
-        point.checksums = {}
-        for page in added:
-            page.checksums = {}
-        pages = {page.depth - 1: page.checksums for page in added}
-        for place, value in copy.checksums.items():
-            target = pages.get(place[3]) if place[0] in paged else point.checksums
-            if target is not None:
-                target[place] = value
+        """Gives each new page the checksum of its block, and the point that of its window."""
+        if copy.checksums is not None:
+            for page in added:
+                page.checksum = copy.checksums[Group.PAGED, page.depth - 1]
+            if point.window is not None:
+                point.checksum = copy.checksums[Group.WINDOW, 0]
 
     def _save(self, slots: torch.Tensor, first_page: int, hints: Hints, window: bool) -> HostCopy | None:
         needs = {Group.PAGED: slots.shape[0] // self._page - first_page, Group.WINDOW: int(window)}
@@ -345,12 +336,14 @@ class SessionStore:
         assert point.window is not None
         path = point.page.path()
         blocks = {Group.PAGED: [page.block for page in path], Group.WINDOW: [point.window]}
-        parts = [point.checksums, *(page.checksums for page in path)]
-        checksums: dict[Any, int] = functools.reduce(operator.or_, (part for part in parts if part), {})
-        self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums or None)
+        checksums: dict[Any, Any] | None = None
+        if point.checksum is not None:
+            checksums = {(Group.PAGED, number): page.checksum for number, page in enumerate(path)}
+            checksums[Group.WINDOW, 0] = point.checksum
+        self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
         self.loaded = True
-        self.counters.add("verified", int(bool(checksums)))
+        self.counters.add("verified", int(checksums is not None))
         return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
 
     def went_on(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:

@@ -30,7 +30,7 @@ class Page:
     depth: int = 0  # of the first page 1
     children: int = 0
     point: Point | None = None
-    checksums: dict[Any, int] | None = None  # of its pieces, with DSV4_VERIFY
+    checksum: int | None = None  # of its block, with DSV4_VERIFY
     holds: int = 0  # retained and pinned points that need it, see ``EvictionOrder``
 
     def path(self) -> list[Page]:
@@ -57,7 +57,7 @@ class Point:
 
     window: its host block; None: the pages alone are kept, for the copy of a request, and no prompt can go on there.
     number: of all points, in the order in which they were made. order: the rank and priority of its eviction, see
-    ``hints``. checksums: of the window. node: of the engine's prefix tree that ends here, if known.
+    ``hints``. checksum: of the window. node: of the engine's prefix tree that ends here, if known.
     """
 
     page: Page
@@ -65,7 +65,7 @@ class Point:
     window: int | None
     number: int
     order: tuple[int, int] = (0, 0)
-    checksums: dict[Any, int] | None = None
+    checksum: int | None = None
     node: Hashable = None
 
 

@@ -1,7 +1,7 @@
 """Compares every load with its save, byte by byte, under DSV4_VERIFY: a lost byte only makes answers worse.
 
-A checksum of each piece of the host copy, taken at the save and again before the load, finds blocks overwritten while
-the request was away. A re-read of the device after the load uses plain slices, which share no kernel with the copier.
+A checksum of each host block, taken at the save and again before the load, finds blocks overwritten while the request
+was away. A re-read of the device after the load uses plain slices, which share no kernel with the copier.
 Ranks that share an arena hold the same cache, by design and not by guarantee: a third check compares the other ranks'
 shares with this rank's live rows, before its pages are freed.
 """
@@ -10,48 +10,52 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_dsv4.cache.family import Family
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.rows import Spans
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.reference import Piece, pieces
 
-Checksums = dict[tuple[str, int, int, int, int], int]  # of each piece, by its place in the copy
+Checksums = dict[tuple[Group, int], int]  # by group, and the page of a paged block
 
 
-def checksums(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Checksums:
-    """Computes the CRC-32 of every piece of ``copy`` in host memory.
-
-    The pieces follow from the request's length alone: spans of a window that lies on two pages are cut where the page
-    ends, which is a position. Those of a whole page are the same for every length beyond it.
-    """
+def checksums(copy: HostCopy) -> Checksums:
+    """Computes the CRC-32 of every host block that ``copy`` saved; bytes that are not live stay as they are, too."""
     return {
-        _place(piece): zlib.crc32(piece.host.contiguous().numpy().data) for piece in pieces(buffers, copy, spans_of)
+        key: zlib.crc32(_bytes(copy, key[0], block).data)
+        for key, block in _blocks(copy)
+        if key[0] is not Group.PAGED or key[1] >= copy.first_page
     }
 
 
-def _place(piece: Piece) -> tuple[str, int, int, int, int]:
-    """Returns family, layer, plane, block of the copy and first row there."""
-    spans = piece.spans
-    block, row = int(spans.blocks[piece.span]), int(spans.host_rows[piece.span])
-    return spans.family.name, piece.layer, piece.plane, block, row
-
-
-def check_host(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:
+def check_host(copy: HostCopy) -> None:
     """Raises VerifyMismatch when the host bytes are not those that were saved."""
-    found = checksums(buffers, copy, spans_of)
-    for piece in pieces(buffers, copy, spans_of):
-        if copy.checksums[_place(piece)] != found[_place(piece)]:
-            family = piece.spans.family
-            raise VerifyMismatch(
-                f"host copy changed since the save: family {family.name}, layer {family.layers[piece.layer]}, "
-                f"from position {int(piece.spans.positions[piece.span])} (checksum of {piece.host.numel()} bytes)"
-            )
+    page = copy.geometry.page_size
+    for key, block in _blocks(copy):
+        group, number = key
+        found = _bytes(copy, group, block)
+        if copy.checksums[key] != zlib.crc32(found.data):
+            end = min((number + 1) * page, copy.tokens)
+            where = f"tokens {number * page} to {end}" if group is Group.PAGED else f"the {group.value} block"
+            raise VerifyMismatch(f"host copy changed since the save: {where} (checksum of {found.nbytes} bytes)")
+
+
+def _blocks(copy: HostCopy) -> Iterator[tuple[tuple[Group, int], int]]:
+    """Yields (key, host block) of each block of ``copy``."""
+    for group, blocks in copy.blocks.items():
+        first = copy.begins if group is Group.PAGED else 0
+        yield from (((group, first + number), block) for number, block in enumerate(blocks))
+
+
+def _bytes(copy: HostCopy, group: Group, block: int) -> npt.NDArray[np.uint8]:
+    memory = copy.memory
+    return memory.arena.region[memory.offset(group, block) : memory.offset(group, block + 1)].numpy()
 
 
 def check_shares(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:

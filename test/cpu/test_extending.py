@@ -187,12 +187,11 @@ def test_verify_mode_and_the_demos_judge_name_it(extend):
     request, copy = world.start(301, 1), world.memory.allocate(301, world.side.geometry)
     ReferenceCopier(world.side, lambda: ()).save(copy, world.request(request))
     spans = world.plan(request)
-    copy.checksums = verify.checksums(world.side, copy, spans)
-    block = copy.blocks[family.group][0]
-    packed = world.memory.regions[family.group].packed
-    packed.view(world.memory.region_tensor(family.group), block, family, 0, 0)[0, 0] ^= 1
+    verify.check_device(world.side, copy, spans)
+    for buffer in world.side.buffers[family.name]:
+        buffer.view(-1)[:] ^= 1
     with pytest.raises(VerifyMismatch, match=f"family {family.name}, layer {family.layers[0]}"):
-        verify.check_host(world.side, copy, spans)
+        verify.check_device(world.side, copy, spans)
     world.pool.host = SimpleNamespace(buffers=world.side)
     assert unjudged(world.pool, parts(world.pool)) == [family.name]
     copy.release()

@@ -102,6 +102,8 @@ MUTANTS = (
     *seeded("transfer/verify.py", "transfer/test_verify.py::test_a_byte_changed_on_the_device_is_named",
         ("verify-reads-the-first-run-only", "        _compare(piece, \"loaded bytes differ\")\n",
          "        if piece.span == 0:\n            _compare(piece, \"loaded bytes differ\")\n")),
+    *seeded("transfer/verify.py", "transfer/test_verify.py::test_a_byte_changed_in_the_arena_is_found",
+        ("changed-pages-loaded", "copy.checksums[key] != zlib", "group is not Group.PAGED and copy.checksums[key] != zlib")),
     *seeded("triton_ops/copy_pages.py", "triton_ops/test_copy_pages.py",
         ("block-past-the-last-copied", "(block < host_blocks)", "(block <= host_blocks)")),
     *seeded("triton_ops/copy_rows.py", "triton_ops/test_copy_rows.py",
