@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from plain_world import small_world
-from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dsv4.engine.coverage import launch
 from sglang_dsv4.engine.plain import start
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.testing.world import PlainWorld
@@ -32,12 +33,12 @@ def with_changes(bag: Any, changes: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**({name: getattr(bag, name) for name in dir(bag) if not name.startswith("_")} | changes))
 
 
-NOT_COVERED: dict[str, dict[str, Any]] = {  # the reason given: attributes of the scheduler, or of where the engine asks
+NOT_COVERED: dict[str, dict[str, Any]] = {  # the reason given: attributes of the scheduler, or of the launch
     "speculative decoding by NGRAM": {"scheduler": {"spec_algorithm": SpeculativeAlgorithm.NGRAM}},
     "prefix cache SimpleNamespace": {"scheduler": {"tree_cache": SimpleNamespace()}},
     "context parallel attention": {"parallel": {"attn_cp_size": 2}},
     "decode context parallelism": {"parallel": {"dcp_enabled": True}},
-    "pipeline parallelism": {"context": {"pp_size": 2}},
+    "pipeline parallelism": {"args": {"pp_size": 2}},
     "HiSparse": {"memory": {"enable_hisparse": True}},
     "storage backend": {"memory": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}},
     "watermark": {"memory": {"enable_hisparse": True}, "features": {"enable_watermark": True}},
@@ -47,23 +48,16 @@ NOT_COVERED: dict[str, dict[str, Any]] = {  # the reason given: attributes of th
 
 
 @pytest.mark.parametrize("reason", NOT_COVERED)
-def test_what_is_not_covered_is_the_engines(
-    reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_covered_is_the_engines(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     changes = NOT_COVERED[reason]
     scheduler = bare(**changes.get("scheduler", {}))
-    if "context" in changes:
-        found = SimpleNamespace(server_args=SimpleNamespace(**changes["context"]))
-        monkeypatch.setattr(runtime_context, "get_context", lambda: found)
-    if "memory" in changes:
-        memory = with_changes(runtime_context.get_memory(), changes["memory"])
-        monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
+    said = launch(drafts=scheduler.spec_algorithm)
+    known = {bag: with_changes(getattr(said, bag), changes[bag]) for bag in ("args", "memory") if bag in changes}
     if "features" in changes:
-        features = with_changes(runtime_context.get_exec().features, changes["features"])
-        monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features))
-    topology = SimpleNamespace(**{"attn_cp_size": 1, "dcp_enabled": False, **changes.get("parallel", {})})
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: topology)
-    found = list(start._reasons(scheduler))
+        known["exec"] = SimpleNamespace(features=with_changes(said.exec.features, changes["features"]))
+    known["parallel"] = SimpleNamespace(**{"attn_cp_size": 1, "dcp_enabled": False, **changes.get("parallel", {})})
+    on = replace(said, **known, hisparse=changes.get("memory", {}).get("enable_hisparse", False))
+    found = list(start._reasons(scheduler, on))
     assert any(reason in text for text in found) if reason else not found
     if "scheduler" in changes:
         with caplog.at_level(logging.WARNING, LOG):
