@@ -62,7 +62,7 @@ class Launch:
     @property
     def choices(self) -> bool:
         """Returns whether expert or indexer choices are recorded by cache slot, which restored requests lack."""
-        from sglang_dsv4.engine.saving import records_choices  # noqa: PLC0415
+        from sglang_dsv4.engine.retract.save import records_choices  # noqa: PLC0415
 
         return records_choices()
 

@@ -18,8 +18,8 @@ from unittest import mock
 from sglang.srt.disaggregation import decode
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine import saving
 from sglang_dsv4.engine.hooks import engines_class
+from sglang_dsv4.engine.retract import save
 from sglang_dsv4.errors import HostCopyError, MustStop
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.demo_scheduler import Job, Scheduler, damage
@@ -167,7 +167,7 @@ def _decoding(settings: Settings, *lengths: int) -> tuple[Scheduler, list[Job]]:
 def _save(scheduler: Scheduler, job: Job) -> Any:
     """Saves as the hooks do at a retract; None where the engine's own behaviour follows."""
     req = SimpleNamespace(rid=f"r{job.number}", input_embeds=None)
-    return saving.save(scheduler.pool, req, job.slots, job.slot)
+    return save.save(scheduler.pool, req, job.slots, job.slot)
 
 
 def _raised(call: Callable[[], object]) -> str:

@@ -105,7 +105,7 @@ from types import SimpleNamespace
 from pool_fixture import World
 from sglang_dsv4.engine import memory
 from sglang_dsv4.engine.metadata import eager
-from sglang_dsv4.engine import saving
+from sglang_dsv4.engine.retract import save
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.metrics import PrepCounts
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
@@ -132,7 +132,7 @@ world.leave(request)
 world.resume(moved, 3)
 pool.get_cpu_copy = fail
 for _ in range(rank + 1):
-    assert saving.save(pool, SimpleNamespace(rid="r", input_embeds=None), None, 1) is None
+    assert save.save(pool, SimpleNamespace(rid="r", input_embeds=None), None, 1) is None
 backends = [PrepCounts() for _ in range(3)]  # of two-batch overlap: one for all, and one for each half
 server.unheard[:] = backends[:2]
 eager.run_event_loop(scheduler)

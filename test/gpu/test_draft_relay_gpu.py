@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.retract import drafts
 from sglang_dsv4.engine.state import DraftInputs, server
 
 SLOTS, ROWS, HIDDEN = 16, 4, 16_384

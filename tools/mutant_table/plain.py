@@ -33,7 +33,7 @@ MUTANTS = (
          "if False:"),
         ("plain-session-saved", "if req.session is not None and req.session.streaming:", "if False:"),
         ("plain-last-request-saved", " or req.to_finish is not None", "")),
-    *seeded("engine/saving.py", "engine/plain/test_restore.py::test_it_joins_the_decode_batch[stock-513-v4]",
+    *seeded("engine/retract/save.py", "engine/plain/test_restore.py::test_it_joins_the_decode_batch[stock-513-v4]",
         ("plain-token-in-flight-saved", "return int(req.seqlen) - 1", "return int(req.owned_kv_len())")),
     *seeded("engine/plain/room.py", "engine/plain/test_admission.py",
         ("plain-no-reserve", "+ _answer_reserve(req) + page", "+ page")),

@@ -14,13 +14,13 @@ from typing import Any
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from typing_extensions import override
 
-from sglang_dsv4.engine import drafts
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.decode import recompute
 from sglang_dsv4.engine.decode.recompute import answer_without_copy, without
 from sglang_dsv4.engine.hisparse import rows as hisparse
 from sglang_dsv4.engine.memory import reserve_host_memory
-from sglang_dsv4.engine.saving import copy_of, drop_copy, turned_out_wrong
+from sglang_dsv4.engine.retract import drafts
+from sglang_dsv4.engine.retract.save import copy_of, drop_copy, turned_out_wrong
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService

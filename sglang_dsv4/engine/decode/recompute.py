@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_dsv4.engine.memory import host_of
-from sglang_dsv4.engine.saving import copy_of
+from sglang_dsv4.engine.retract.save import copy_of
 from sglang_dsv4.engine.state import SentBack, of
 
 logger = logging.getLogger(__name__)

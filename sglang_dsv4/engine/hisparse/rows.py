@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dsv4.engine.saving import saved_tokens
+from sglang_dsv4.engine.retract.save import saved_tokens
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.engine.plain import hicache
-from sglang_dsv4.engine.saving import (
+from sglang_dsv4.engine.retract.save import (
     copy_on_every_rank,
     keeps_its_tokens,
     reasons_of_request,

@@ -15,7 +15,7 @@ from clocks import Race
 from ordered_card import OrderedCard, ordered_card
 from played_card import OnTheCpu
 
-from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.retract import drafts
 from sglang_dsv4.engine.state import DraftInputs, server
 
 SLOTS = 16

@@ -23,7 +23,7 @@ from sglang.srt.speculative import eagle_disaggregation as eagle
 from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.retract import drafts
 from sglang_dsv4.engine.state import of, server
 from sglang_dsv4.errors import HostMemoryExhausted
 

@@ -60,12 +60,12 @@ def test_a_clients_request_id_counts_for_nothing(read):
 
 def test_a_request_id_is_logged_as_python_writes_it(caplog):
     """A newline in it would begin a line of its own."""
-    from sglang_dsv4.engine import saving
+    from sglang_dsv4.engine.retract import save
 
     host = SimpleNamespace(counters=Counters(), buffers=SimpleNamespace(folded=()))
-    assert not saving._fits_again(host, SimpleNamespace(rid="a\n[t] saved 9 tokens", input_embeds=[0.0]))
+    assert not save._fits_again(host, SimpleNamespace(rid="a\n[t] saved 9 tokens", input_embeds=[0.0]))
     assert "request 'a\\n[t] saved 9 tokens' starts over" in caplog.text
-    for path in Path(saving.__file__).parent.rglob("*.py"):
+    for path in Path(save.__file__).parents[1].rglob("*.py"):
         assert not re.search(r"request \{[\w.]*rid\}|request %s", path.read_text()), path
 
 

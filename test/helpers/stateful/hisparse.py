@@ -13,7 +13,7 @@ from hisparse_world import HOT, ROWS, HiSparseWorld
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_dsv4.engine.weights import changing_weights
+from sglang_dsv4.engine.retract.stale import changing_weights
 
 MOST = 1400  # tokens that a request may come to
 PAGE = 256

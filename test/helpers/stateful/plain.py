@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from plain_world import small_world
 
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.weights import changing_weights
+from sglang_dsv4.engine.retract.stale import changing_weights
 
 MOST = 1400  # tokens that a request may come to: more would not fit the smaller servers
 MOST_REQUESTS = 5  # at a time

@@ -12,7 +12,7 @@ from hisparse_world import HISPARSE, HOT, MOST, ROWS, HiSparseWorld
 from server_fixture import SPEC, World
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
-from sglang_dsv4.engine.saving import drop_copy
+from sglang_dsv4.engine.retract.save import drop_copy
 from sglang_dsv4.errors import CopyConsumed, RowsNotKept, VerifyMismatch
 from sglang_dsv4.testing.ledger import Ledger
 

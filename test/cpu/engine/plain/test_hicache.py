@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_dsv4.engine.coverage import Part, launch, refusal
-from sglang_dsv4.engine.weights import changing_weights
+from sglang_dsv4.engine.retract.stale import changing_weights
 
 PROMPT, ON_HOST, SAVED = 1000, 768, 1040  # tokens; whole pages of the prompt are published, and written to the host
 

@@ -9,7 +9,7 @@ import pytest
 from plain_world import forget, nothing_is_held, over, retracted, serving
 from sglang.srt.environ import envs
 
-from sglang_dsv4.engine.weights import changing_weights
+from sglang_dsv4.engine.retract.stale import changing_weights
 
 
 def times_out(world: Any, req: Any) -> None:

@@ -17,8 +17,8 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import restore, sessions
 from sglang_dsv4.engine.plain.serving import plain_of
+from sglang_dsv4.engine.retract.stale import changing_weights
 from sglang_dsv4.engine.state import of
-from sglang_dsv4.engine.weights import changing_weights
 
 PAGE = 256
 

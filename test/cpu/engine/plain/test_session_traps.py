@@ -28,7 +28,7 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import room
 from sglang_dsv4.engine.plain.serving import may_share
 from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.weights import changing_weights
+from sglang_dsv4.engine.retract.stale import changing_weights
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 
 needs_replay = pytest.mark.skipif(current().replay_cuts_windows, reason="this release is left to the engine with it")

@@ -1,9 +1,9 @@
 """Orders the steps where the engine takes a request out of the batch: a retract, or a preemption by priority.
 
     0. with online compression a retract begins with the result of the step in flight; a preemption has none, and a
-       request whose step is in flight gets no copy (``saving.reasons_of_request``)
+       request whose step is in flight gets no copy (``save.reasons_of_request``)
     1. its HiSparse rows are detached: the engine's coordinator would free them before a copy could keep them
-    2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``saving.backup_kv_cache``)
+    2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``save.backup_kv_cache``)
     3. the engine frees the request's pages and its slot, for good where it asks for no copy: the forward in flight may
        still write them (``pages_in_use``)
     4. with a copy, the inputs of its next drafts go to the host
@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dsv4.engine import drafts
 from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.engine.plain import serving
+from sglang_dsv4.engine.retract import drafts
 from sglang_dsv4.pools.copy_service import CopyService
 
 

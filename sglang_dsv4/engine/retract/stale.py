@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from sglang_dsv4.engine.decode.recompute import without
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.saving import copy_of, wait_for_given_pages
+from sglang_dsv4.engine.retract.save import copy_of, wait_for_given_pages
 from sglang_dsv4.engine.state import Emptied, server
 
 _updates = itertools.count(1)
