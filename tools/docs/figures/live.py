@@ -22,8 +22,9 @@ def right_answers() -> str:
     )
     return (
         f"Every load was compared. Answers that are the control's, token by token: [of a pair](exam.json) {equal[0]}, "
-        f"[of a plain server](exam-plain.json) {equal[1]}. Of a stock pair under retracts {stock['answered']} of "
-        f"{stock['asked']} are whole. Asked as text by [scripts/run_gsm8k.py](gsm8k.json), {text['right']} of "
+        f"[of a plain server](exam-plain.json) {equal[1]}. "
+        f"A stock pair under retracts completes {stock['answered']} of {stock['asked']}. "
+        f"Asked as text by [scripts/run_gsm8k.py](gsm8k.json), {text['right']} of "
         f"{text['asked']} are right through {text['retracts']} retracts.\n\nServed log probabilities differ from "
         f"[torch's](exam-parity.json) by {apart:.0e} in the mean, of answers of which the model is sure ({sure:.0e}); "
         f"of prompts, of which it knows nothing ({prompt:.0f} a token), by {prompt_apart:.2f}: the server has fp8 "

@@ -110,6 +110,6 @@ def exam() -> str:
     return (
         f"- No real checkpoint was ever served. A small trained model gives [{right} of {ours['asked']} right answers]"
         f"(docs/results/exam.md) through {ours['retracts']:,} retracts (plain server: "
-        f"{plain['finals of retracts']['retracts']:,}), as without; of a stock pair's answers {stock['answered']} of "
-        f"{stock['asked']} are whole."
+        f"{plain['finals of retracts']['retracts']:,}), as without; a stock pair completes {stock['answered']} of "
+        f"{stock['asked']}."
     )
