@@ -28,19 +28,20 @@ class Rank:
     """Runs one process: a pool with two services, one alone and one that shares its arena with the other rank's."""
 
     def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
-        from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415 - each process imports the engine for itself
+        from sglang_dsv4.testing.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
+
+        boot()  # before the engine's pools are imported, in each process for itself
+        from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415
         from sglang_dsv4.engine.memory import smallest_counts  # noqa: PLC0415
         from sglang_dsv4.hostmem.sharing import World  # noqa: PLC0415
         from sglang_dsv4.pools.copy_service import ServerContext  # noqa: PLC0415
         from sglang_dsv4.settings import Settings  # noqa: PLC0415
-        from sglang_dsv4.testing.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
 
         self.rank, self.tokens = rank, arguments.tokens
         device = arguments.devices.split(",")[rank]
         if device != "cpu":
             torch.cuda.set_device(int(device))
             device = "cuda"
-        boot()
         install_hooks()
         ratios = FLASH_RATIOS if arguments.layers == "flash" else TINY_RATIOS
         pages = 2 * -(-self.tokens // 256) + 8
@@ -74,7 +75,7 @@ class Rank:
         sync()
         self._line_up(host)
         started = time.perf_counter()
-        copy = host.save(self.places[number % 4], swa_map, 1 + number % 4)
+        copy = self._save(host, number % 4)
         save, nbytes = time.perf_counter() - started, copy.nbytes
         sync()
         self._line_up(host)
@@ -82,6 +83,12 @@ class Rank:
         host.load(copy, self.places[(number + 1) % 4], swa_map, 1 + (number + 1) % 4)
         sync()
         return {"save": save, "load": time.perf_counter() - started, "bytes": nbytes}
+
+    def _save(self, host: Any, place: int) -> Any:
+        from sglang_dsv4.pools.save_request import SaveRequest  # noqa: PLC0415
+
+        swa_map = self.subject.pool.full_to_swa_index_mapping
+        return host.save(SaveRequest(host.request(self.places[place], swa_map, 1 + place)))
 
     def _line_up(self, host: Any) -> None:
         """Waits for every rank: ranks that move together begin together."""
@@ -98,7 +105,7 @@ class Rank:
         size = {f.name: f.page_bytes for f in buffers.families}
         pick = lambda name, memory, at: torch.stack([memory[p * size[name] :][: size[name]] for p in at.tolist()])  # noqa: E731
         before = {name: [pick(name, memory, pages[0]).cpu() for memory in found] for name, found in wanted.items()}
-        copy = self.together.save(source, swa_map, 1)
+        copy = self._save(self.together, 0)
         self.together.load(copy, target, swa_map, 2)
         for name, found in wanted.items():
             for memory, saved in zip(found, before[name], strict=True):
