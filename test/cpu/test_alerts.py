@@ -41,7 +41,7 @@ def values_of(series: str, label: str) -> set[str]:
 
 
 def argument(text: str) -> str:
-    """What is in the parenthesis that ``text`` begins with."""
+    """Returns the inside of the parenthesis that ``text`` begins with."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -51,7 +51,7 @@ def argument(text: str) -> str:
 
 
 def troubles(expr: str) -> list[str]:
-    """What an expression asks for and nothing exports."""
+    """Lists the names and labels of an expression that nothing exports."""
     named = set(SERIES.findall(expr))
     found = [name for name in sorted(named) if name.startswith("sglang_dsv4_") and name not in FIELDS]
     if found or not named:

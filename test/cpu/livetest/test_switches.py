@@ -1,4 +1,4 @@
-"""What live tests and benchmarks put into a server: the engine takes it, each switch does what its word says."""
+"""The engine takes each experiment that live tests and benchmarks put into a server, and each switch does its word."""
 
 import os
 import sys

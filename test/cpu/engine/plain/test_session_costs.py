@@ -1,4 +1,4 @@
-"""What sessions cost those who gain nothing, and what is never kept: aborted requests, cache of older weights."""
+"""Sessions cost those who gain nothing little, and keep no aborted request and no cache of older weights."""
 
 from __future__ import annotations
 
@@ -91,6 +91,16 @@ def test_a_session_is_loaded_once_the_transfer_is_ready() -> None:
     assert store.counters.hits == {"pages": 1}
 
 
+def decoding_across_an_update(world: Any, max_new: int = 60) -> Any:
+    """Returns a request that has decoded under the weights before an update, and runs on."""
+    req = world.submit(range(1300), max_new=max_new)
+    for _ in range(20):
+        world.step()
+    with changing_weights():
+        pass
+    return req
+
+
 @pytest.mark.parametrize("flushed", ["before the update", "with the update", "behind the update"])
 def test_what_was_computed_across_an_update_is_not_kept_until_a_flush(flushed: str) -> None:
     """A trainer that pauses in place: requests go on with cache of older weights, and so would their next turns."""
@@ -121,11 +131,7 @@ def test_what_was_computed_across_an_update_is_not_kept_until_a_flush(flushed: s
 
 def test_a_copy_across_an_update_gives_sessions_no_pages() -> None:
     world, store = world_with_sessions()
-    req = world.submit(range(1300), max_new=60)
-    for _ in range(20):
-        world.step()
-    with changing_weights():
-        pass
+    req = decoding_across_an_update(world)
     world.retract(req)
     forget(world)
     world.step()
@@ -153,14 +159,10 @@ def test_an_update_of_an_empty_cache_leaves_it_clean(way: str) -> None:
     assert store.points == 1
 
 
-def test_a_copy_across_an_update_is_stale_behind_a_flush(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_across_an_update_is_stale_behind_a_flush() -> None:
     """A paused server flushes while requests wait: one with cache of both weights would leave it to everybody."""
     world, store = world_with_sessions()
-    req = world.submit(range(1300), max_new=300)
-    for _ in range(20):
-        world.step()
-    with changing_weights():
-        pass
+    req = decoding_across_an_update(world, max_new=300)
     for _ in range(5):
         world.step()
     world.retract(req)
@@ -174,11 +176,7 @@ def test_a_copy_across_an_update_is_stale_behind_a_flush(caplog: pytest.LogCaptu
 
 def test_a_cache_of_two_sets_of_weights_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     world, _ = world_with_sessions()
-    req = world.submit(range(1300), max_new=60)
-    for _ in range(20):
-        world.step()
-    with changing_weights():
-        pass
+    req = decoding_across_an_update(world)
     world.submit(range(3000, 4300), max_new=3)
     world.run(check=False)
     assert req.finished() and caplog.text.count("no session is kept until the cache is flushed") == 1
