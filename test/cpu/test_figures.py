@@ -66,10 +66,10 @@ def test_the_first_figure_tells_each_kind_of_outcome(made):
     assert readme.answers() == "", "not without both"
     made("retract-copied", {"asked": 100, "whole": 100, "verified": 36, **none}, command=command)
     assert readme.answers() == (
-        "- **56 of 100 whole answers become 100 of 100.** sglang 0.5.23, the same requests over NIXL on one H200, a "
-        "retract forced every 60 steps, 30 s a request; a whole answer has exactly the tokens asked for. "
+        "- **56 of 100 whole answers become 100 of 100.** The same requests over NIXL on one H200, "
+        "a retract every 60 steps, 30 s a request, sglang 0.5.23. "
         "With [stock](docs/results/retract-recomputed.json) 30 had too many tokens, 10 never ended, 4 got 503. "
-        "With [this package](docs/results/retract-copied.json) all are whole, and 36 loads were compared."
+        "With [this package](docs/results/retract-copied.json) all have the tokens asked for, 36 loads compared."
     )
 
 

@@ -17,14 +17,13 @@ def answers() -> str:
     stock, ours = (run["rows"][0] for run in runs.values())
     what = (
         f"**{whole(stock)} of {asked(stock)} whole answers become {whole(ours)} of {asked(ours)}.** "
-        f"sglang {result['versions']['sglang']}, the same requests over NIXL on {cards(result)}, "
-        f"a retract forced every {option(result, '--interval')} steps, {option(result, '--timeout')} s a request; "
-        "a whole answer has exactly the tokens asked for."
+        f"The same requests over NIXL on {cards(result)}, a retract every {option(result, '--interval')} steps, "
+        f"{option(result, '--timeout')} s a request, sglang {result['versions']['sglang']}."
     )
-    stocks, own = (others(row) or "all are whole" for row in (stock, ours))
+    stocks, own = (others(row) or "all have the tokens asked for" for row in (stock, ours))
     return (
         f"- {what} With [stock](docs/results/retract-recomputed.json) {stocks}. "
-        f"With [this package](docs/results/retract-copied.json) {own}, and {ours['verified']} loads were compared."
+        f"With [this package](docs/results/retract-copied.json) {own}, {ours['verified']} loads compared."
     )
 
 
