@@ -56,7 +56,7 @@ class Rank:
             min_over_ranks=lambda counts: smallest_counts(counts, world), ranks=RANKS,
             world=World(self.gather, rank, "all"),
         )  # fmt: skip
-        settings = Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, host_copies=8)
+        settings = Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4)
         self.together = self.subject.pool.attach_host(settings, context)
         if self.together is None or self.together.memory.ranks != RANKS:
             raise SystemExit("the ranks could not share an arena")

@@ -12,6 +12,7 @@ few agents that the device holds their sessions, to tell what a later turn takes
 
 --idle: so few agents that the device holds their sessions, on stock and this package: sessions may cost nothing there.
 The servers go on turn by turn, and each turn of all agents is compared with stock's.
+--worn: this package's arena begins each round full of others' conversations, its free units scattered.
 Arguments after -- go to all servers. Exit status 1 when a bound is missed.
 """
 
@@ -31,6 +32,7 @@ from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
+from sglang_dsv4.livetest.in_server import environment
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, count_outcomes, warm_up
 from sglang_dsv4.livetest.retract_stats import KEPT, by_rank, counted_at, percentile, read_log, said_by_first
 
@@ -39,6 +41,7 @@ RESIDENT = "stock, sessions on the device"
 WITH_HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
 HICACHE_APART = 33  # of its port, from the port of a plain server; stock stands at score.APART
 PAGE = 256
+REPOSITORY = Path(__file__).parents[1]
 LONG = 65536  # tokens of a context, from which on the bounds below hold
 FIRST_TOKEN, TURNS, HELD = 0.1, 5, 4  # of stock's; times stock's; times HiCache's a rank
 SAVE_MS = 0.5  # of the scheduler's time, for the pages of a turn
@@ -116,6 +119,8 @@ def started(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]
             "DSV4_HOST_GB": f"{gib:.6f}",
         }  # fmt: skip
         folder = arguments.logs / arguments.name
+        if arguments.worn:
+            ours |= environment("benchmarks.worn:install", folder / "worn.txt", str(arguments.worn), REPOSITORY)
         up[SESSIONS] = servers.launch("plain", arguments.model_path, given, ours, folder)
         stack.callback(up[SESSIONS].stop)
         servers.wait_until_up(list(up.values()), arguments.patience)
@@ -354,6 +359,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turn", type=COUNT, default=2500, help="tokens that a turn adds")
     parser.add_argument("--answer", type=COUNT, default=32, help="of them, the answer's")
     parser.add_argument("--rounds", type=COUNT, default=1)
+    help_ = "turns of others behind each flush, which wear this package's arena down"
+    parser.add_argument("--worn", type=COUNT, metavar="TURNS", help=help_)
     parser.add_argument("--concurrency", type=CONCURRENCY, default=2, help="agents at a time")
     parser.add_argument("--chunk", type=COUNT, default=8192, help="--chunked-prefill-size")
     parser.add_argument("--host-gb", type=number(float, 0.1), default=16, help="DSV4_HOST_GB with --idle")

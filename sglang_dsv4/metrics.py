@@ -134,7 +134,7 @@ def _warn_without_client() -> None:
 
 @dataclass
 class Counters(Counts):
-    """Counts the events of one pool. Bytes are payload bytes of the blocks; seconds are host seconds in the call."""
+    """Counts the events of one pool. Bytes are payload bytes of the units; seconds are host seconds in the call."""
 
     saves: int = counter("saves_total", "Requests copied to host memory.")
     loads: int = counter("loads_total", "Copies written back to the device.")
@@ -221,7 +221,7 @@ class SessionCounters(Counts):
             self.add("hints", 1, kind, outcome)
 
     def holds(self, points: int, held_bytes: int) -> None:
-        """Notes the points and the bytes of their blocks."""
+        """Notes the points and the bytes of their units."""
         self.set("points", points)
         self.set("held_bytes", held_bytes)
 

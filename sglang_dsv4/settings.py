@@ -52,15 +52,6 @@ def _sessions(text: str) -> float | None:
     raise ValueError("must be a positive number of GiB, auto or off")
 
 
-def _count(text: str) -> int | None:
-    if text == "auto":
-        return None
-    with contextlib.suppress(ValueError):
-        if (value := int(text)) >= 1:
-            return value
-    raise ValueError("must be a whole number from 1, or auto")
-
-
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("must be 0 or 1")
@@ -94,13 +85,6 @@ TABLE: dict[str, Setting] = {
         "auto",
         "pinned host memory for copies, GiB an arena: one for the ranks of a machine with the same cache, else one a "
         "rank; auto: room for the whole device cache, at most half of the free RAM shared by the machine's arenas",
-    ),
-    "host_copies": Setting(
-        "DSV4_HOST_COPIES",
-        _count,
-        "auto",
-        "most copies alive at once (each holds one window block and one request block); "
-        "auto: the pool's request slots, at most a quarter of the arena",
     ),
     "share": Setting(
         "DSV4_SHARE",
@@ -159,7 +143,6 @@ class Settings:
 
     enabled: bool = True
     host_gb: float | None = None
-    host_copies: int | None = None
     share: str = "auto"
     transfer: str = "auto"
     prep: str = "auto"

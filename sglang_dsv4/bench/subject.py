@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
@@ -62,7 +61,7 @@ class Subject:
         self.spec = PoolSpec(ratios=ratios, pages=pages, swa_pages=24, requests=8, device=device, **spec)
         self.pool: Any = make_pool(self.spec)
         make_allocator(self.spec, self.pool)
-        self.pool.attach_host(Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, host_copies=8, transfer=transfer))
+        self.pool.attach_host(Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, transfer=transfer))
         self.host = self.pool.host
         for buffers in self.host.buffers.buffers.values():
             for buffer in buffers:
@@ -135,9 +134,9 @@ class Subject:
 
     def arena_limit(self) -> tuple[float, float]:
         """Measures as ``link_limit`` does, with the memory that copies lie in; there must be none."""
-        region = self.host.memory.regions[Group.PAGED]
-        nbytes = min(region.blocks, region.chunk) * region.packed.block_stride
-        return link_limit(self.spec.device, self.host.memory.arena.region[region.start :][: min(nbytes, 2**30)])
+        memory = self.host.memory
+        nbytes = min(memory.pool.total, memory.chunk) * memory.units.nbytes
+        return link_limit(self.spec.device, memory.arena.region[: min(nbytes, 2**30)])
 
     @property
     def has_copier(self) -> bool:

@@ -206,7 +206,7 @@ def _paged(name: str, layers: tuple[int, ...], ratio: int, rows: int, widths: tu
     planes = stacked(rows // tiles, *widths)
     return Family(
         name=name, group=Group.PAGED, layers=layers, ratio=ratio, rows=rows, planes=planes, page_bytes=size,
-        host_rows=rows, tiles=tiles,
+        tiles=tiles,
     )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def _swa(g: Geometry, name: str, layers: tuple[int, ...], row: str, tiles: int, 
     return Family(
         name=name, group=Group.WINDOW, layers=layers, ratio=1, rows=g.page_size,
         planes=stacked(rows, *KV_ROWS[row].planes), page_bytes=tiles * kv_page_bytes(rows, row),
-        host_rows=1 + reach, period=1, lag=reach, tiles=tiles,
+        period=1, lag=reach, tiles=tiles,
     )  # fmt: skip
 
 
@@ -258,8 +258,7 @@ def _states(g: Geometry, ratio: int) -> list[Family]:
         planes = stacked(ring, width)
         found.append(Family(
             name=name, group=compression.pending, layers=layers, ratio=1, rows=ring, planes=planes,
-            page_bytes=ring * width, host_rows=1 if folded else live, period=ratio, lag=compression.lag, ring=True,
-            folded=folded,
+            page_bytes=ring * width, period=ratio, lag=compression.lag, ring=True, folded=folded,
         ))  # fmt: skip
     return found
 

@@ -22,7 +22,7 @@ T = TypeVar("T", int, npt.NDArray[np.int64])
 
 
 class Group(str, enum.Enum):
-    """Says how a family grows, and so which host blocks hold it."""
+    """Says how a family grows, and so where host memory holds it: in a unit a page, or in the tail."""
 
     PAGED = "paged"  # with the tokens, page by page
     WINDOW = "window"  # bounded by the sliding window
@@ -64,7 +64,6 @@ class Family:
     layers: absolute model layers that have a buffer of it, in the order of the pool's buffers; of a draft family the
     draft model's own layers, from 0. ratio: tokens a row stands for; 1 unless the family is PAGED. rows: rows a device
     page. planes: of one tile.
-    host_rows: rows a host slot has room for; of a PAGED family the rows of a page.
     period, lag: of n tokens those of the open block of ``period`` tokens live, and the ``lag`` before it. None and 0
     for a PAGED family, whose whole history lives.
     tiles: equal parts of a page, each with all planes of its rows.
@@ -80,7 +79,6 @@ class Family:
     rows: int
     planes: tuple[Plane, ...]
     page_bytes: int
-    host_rows: int
     period: int | None = None
     lag: int = 0
     tiles: int = 1
@@ -103,20 +101,19 @@ class Family:
         return None
 
     def _not_whole_pages(self) -> str | None:
-        if self.ring or self.host_rows != self.rows or self.period is not None:
-            return (
-                "a PAGED family moves in whole pages: it is no ring, a host slot has the rows of a page, "
-                "and its whole history lives (period None)"
-            )
+        if self.ring or self.period is not None:
+            return "a PAGED family moves in whole pages: it is no ring, and its whole history lives (period None)"
         return None
 
     def _not_rows(self) -> str | None:
         if self.ratio != 1:
             return f"a row of a {self.group.value} family stands for one token, not {self.ratio}"
-        if self.folded and (self.group is not Group.REQUEST or (self.rows, self.host_rows, self.lag) != (1, 1, 0)):
-            return f"folded into {self.rows} rows, {self.host_rows} on the host, with lag {self.lag}: it has one row"
-        if self.period is None or not 0 < (1 if self.folded else self.period + self.lag) <= self.host_rows:
-            return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold the live rows"
+        if self.folded and (self.group is not Group.REQUEST or (self.rows, self.lag) != (1, 0)):
+            return f"folded into {self.rows} rows with lag {self.lag}: it has one row"
+        if not self.period or self.period < 0 or self.lag < 0:
+            return f"of period {self.period} and lag {self.lag}: no number of rows lives"
+        if self.ring and not self.folded and self.period + self.lag > self.rows:
+            return f"of period {self.period} and lag {self.lag}: a ring of {self.rows} rows does not hold what lives"
         if any(plane.offset % ROW_ALIGNMENT or plane.row_bytes % ROW_ALIGNMENT for plane in self.planes):
             return f"its rows move one by one: planes and their rows must lie at multiples of {ROW_ALIGNMENT} bytes"
         if self.ring and (self.tiles != 1 or self.page_bytes != self.rows * self.row_bytes):
@@ -150,29 +147,6 @@ class Family:
         """Returns whether the family moves in whole pages (padding included)."""
         return self.group is Group.PAGED
 
-    @property
-    def host_planes(self) -> tuple[Plane, ...]:
-        """Planes of a host slot: those of a tile of the device page itself, or the same planes over ``host_rows``."""
-        return self.planes if self.whole_pages else stacked(self.host_rows, *(p.row_bytes for p in self.planes))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of one layer's share of a host block."""
-        return self.page_bytes if self.whole_pages else self.host_rows * self.row_bytes
-
-    @property
-    def interleaved(self) -> bool:
-        """Returns whether a host block holds row 0 of every layer, then row 1 of every layer, ...
-
-        True of a REQUEST family: only its pending rows live, and so they are one run.
-        """
-        return self.group is Group.REQUEST
-
-    @property
-    def host_layer_stride(self) -> int:
-        """Bytes from one layer's first row to the next layer's in a host block."""
-        return self.row_bytes if self.interleaved else self.host_bytes
-
     def row_offset(self, plane: int, row: T) -> T:
         """Returns the bytes from the start of a device page to its ``row`` (one or an array) in a plane."""
         tile, inner = row // self.tile_rows, row % self.tile_rows
@@ -194,12 +168,11 @@ class Family:
         open_tokens = tokens % self.period
         return max(0, tokens - (min(1, open_tokens) if self.folded else open_tokens) - self.lag)
 
+    def live_rows(self, tokens: int) -> int:
+        """Counts the live rows after ``tokens`` tokens, in one layer."""
+        return tokens - self.live_from(tokens)
+
     def moved_bytes(self, page_size: int, tokens: int) -> int:
         """Counts the bytes of all layers that a save or a load moves: whole pages, or live rows."""
-        pages, rows = -(-tokens // page_size), tokens - self.live_from(tokens)
+        pages, rows = -(-tokens // page_size), self.live_rows(tokens)
         return len(self.layers) * (pages * self.page_bytes if self.whole_pages else rows * self.row_bytes)
-
-    def host_row_stride(self, plane: int) -> int:
-        """Returns the bytes from one row to the next in a plane of a host block."""
-        width = self.planes[plane].row_bytes
-        return width * len(self.layers) if self.interleaved else width

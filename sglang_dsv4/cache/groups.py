@@ -1,7 +1,6 @@
-"""Groups the cache families by growth, and counts the host blocks that a request needs of each group.
+"""Groups the cache families by growth.
 
-A group's block holds every layer of every family of the group. ``blocks_for`` alone counts the blocks of a request;
-compression never changes it, because a block is counted in full tokens.
+The pages of the paged group take a unit of host memory each; the live rows of the other two share a tail.
 """
 
 from __future__ import annotations
@@ -14,29 +13,26 @@ from sglang_dsv4.cache.family import Family, Group
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Describes one group: its families, and the most blocks of a request.
-
-    max_blocks is None where the group grows with the sequence.
-    """
+    """Describes one group: its families, and the tokens of a page."""
 
     group: Group
     families: tuple[Family, ...]
-    block_size: int
-    max_blocks: int | None
+    page_size: int
 
-    def blocks_for(self, tokens: int) -> int:
-        """Counts the host blocks that a request of ``tokens`` saved tokens needs."""
-        needed = -(-tokens // self.block_size)
-        return needed if self.max_blocks is None else self.max_blocks
+    @property
+    def grows(self) -> bool:
+        """Returns whether the group grows with the sequence."""
+        return self.group is Group.PAGED
+
+    def nbytes(self, tokens: int) -> int:
+        """Counts the bytes that a request of ``tokens`` saved tokens has here: whole pages, or live rows."""
+        return sum(family.moved_bytes(self.page_size, tokens) for family in self.families)
 
 
 def init_groups(geometry: Geometry) -> dict[Group, KVCacheGroupSpec]:
     """Makes the three groups of a pool. The geometry is read once, here; nothing re-reads a model config."""
-    by_group: dict[Group, list[Family]] = {group: [] for group in Group}
-    for family in families(geometry):
-        by_group[family.group].append(family)
-    groups = {}
-    for group, members in by_group.items():
-        max_blocks = None if group is Group.PAGED else 1
-        groups[group] = KVCacheGroupSpec(group, tuple(members), geometry.page_size, max_blocks)
-    return groups
+    members = families(geometry)
+    return {
+        group: KVCacheGroupSpec(group, tuple(f for f in members if f.group is group), geometry.page_size)
+        for group in Group
+    }

@@ -1,28 +1,22 @@
-"""Packs all layers of a group into one host block: one copy instead of dozens.
+"""Packs all layers of a request's cache for host memory: a page as it is, and the live rows of a length as its tail.
 
-    block b of a group starts at  base + b * block_stride
-    | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...     | pad to block_stride
-    slot of (family, layer i) = base + b * block_stride + offset[family] + i * family.host_layer_stride
-    (a request family is interleaved: the layers' rows alternate, see Family.interleaved)
+    page: | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...   one unit
+    tail: | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...   some units, not neighbours
+          of a layer the first plane of all live rows, then the next plane
 
-All layers of all families of the group lie in one block. One block is one region and, when blocks are neighbours, one
-run: a later tier needs one copy a block.
+The paged families are in the page, the others in the tail, which has room for the live rows alone: it depends on the
+length of the request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from sglang_dsv4.cache.family import Family, Group
-from sglang_dsv4.cache.groups import KVCacheGroupSpec
+from sglang_dsv4.cache.family import Family
 from sglang_dsv4.errors import GeometryError
 
-if TYPE_CHECKING:
-    import torch
-
 FAMILY_ALIGNMENT = 256
-BLOCK_ALIGNMENT = 4096
 
 
 def align(value: int, to: int) -> int:
@@ -30,59 +24,75 @@ def align(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-@dataclass(frozen=True)
-class PackedBlock:
-    """Holds the offsets of one group's block. Bytes throughout."""
+def _lay_out(sizes: Iterable[tuple[Family, int]]) -> tuple[dict[str, int], int]:
+    """Returns the offset of each family, one after the other, and the end of the last."""
+    offsets, end = {}, 0
+    for family, size in sizes:
+        offsets[family.name] = offset = align(end, FAMILY_ALIGNMENT)
+        end = offset + size
+    return offsets, end
 
-    group: Group
-    families: tuple[Family, ...]
-    offsets: tuple[int, ...]
-    payload_bytes: int
-    payload_end: int
-    block_stride: int
+
+@dataclass(frozen=True)
+class PackedPage:
+    """Lays out the layers of one page of tokens. Bytes throughout.
+
+    offsets: of each family's first layer, by name; the layers follow one another.
+    """
+
+    offsets: dict[str, int]
+    nbytes: int
 
     @classmethod
-    def of(cls, spec: KVCacheGroupSpec) -> PackedBlock:
-        """Lays the families of ``spec`` one after the other."""
-        offsets, end, payload = [], 0, 0
-        for family in spec.families:
-            offset = align(end, FAMILY_ALIGNMENT)
-            offsets.append(offset)
-            size = len(family.layers) * family.host_bytes
-            payload += size
-            end = offset + size
-        return cls(spec.group, spec.families, tuple(offsets), payload, end, align(end, BLOCK_ALIGNMENT))
+    def of(cls, families: Iterable[Family]) -> PackedPage:
+        """Lays out the PAGED ones of ``families``."""
+        return cls(*_lay_out((f, len(f.layers) * f.page_bytes) for f in families if f.whole_pages))
 
-    def slot_offset(self, family: Family, index: int) -> int:
-        """Returns the offset of layer number ``index`` (position in ``family.layers``) inside a block."""
-        if not 0 <= index < len(family.layers):
-            raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")
-        return self.offsets[self.families.index(family)] + index * family.host_layer_stride
+    def offset(self, family: Family, index: int) -> int:
+        """Returns the offset of layer number ``index`` (position in ``family.layers``)."""
+        _check_layer(family, index)
+        return self.offsets[family.name] + index * family.page_bytes
 
-    def view(
-        self, region: torch.Tensor, block: int, family: Family, index: int, plane: int, tile: int = 0
-    ) -> torch.Tensor:
-        """Views one plane of one layer's slot in ``block`` of ``region`` as ``[rows, row_bytes]`` uint8.
 
-        tile: of a page in tiles; the view has its rows. region: 1-D uint8, this group's blocks from number 0 on. The
-        view aliases it.
-        """
-        shape, stride, offset = self.view_geometry(block, family, index, plane, tile)
-        last = offset + (shape[0] - 1) * stride[0] + shape[1]
-        if block < 0 or last > region.numel():
-            raise GeometryError(f"block {block} lies outside the {self.group.value} region")
-        # as_strided counts from the start of the STORAGE: a region that is itself a slice adds its own offset.
-        return region.as_strided(shape, stride, region.storage_offset() + offset)
+@dataclass(frozen=True)
+class Tail:
+    """Lays out the live rows of a request of ``tokens`` tokens. Bytes throughout.
 
-    def view_geometry(
-        self, block: int, family: Family, index: int, plane: int, tile: int = 0
-    ) -> tuple[tuple[int, int], tuple[int, int], int]:
-        """Returns shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
-        import torch  # noqa: PLC0415 - `sglang-dsv4 plan` computes sizes without torch
+    offsets: of each family's first layer, by name; the layers follow one another.
+    """
 
-        piece = family.host_planes[plane]
-        pitch = family.host_row_stride(plane)
-        count = family.tile_rows if family.whole_pages else family.host_rows
-        rows = torch.empty((count, pitch), dtype=torch.uint8, device="meta")[:, : piece.row_bytes]
-        offset = block * self.block_stride + self.slot_offset(family, index) + tile * family.tile_bytes + piece.offset
-        return (count, piece.row_bytes), (rows.stride(0), rows.stride(1)), offset
+    tokens: int
+    offsets: dict[str, int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, families: Iterable[Family], tokens: int) -> Tail:
+        """Lays out the live rows of those of ``families`` that are not PAGED."""
+        rows = ((f, f.live_rows(tokens) * f.row_bytes * len(f.layers)) for f in families if not f.whole_pages)
+        return cls(tokens, *_lay_out(rows))
+
+    def layer_bytes(self, family: Family) -> int:
+        """Counts the bytes of one layer of ``family``."""
+        return family.live_rows(self.tokens) * family.row_bytes
+
+    def offset(self, family: Family, index: int, plane: int, row: int = 0) -> int:
+        """Returns the offset of a piece: layer number ``index``, plane, and number of the live row."""
+        _check_layer(family, index)
+        return self.offsets[family.name] + index * self.layer_bytes(family) + self.in_layer(family, plane, row)
+
+    def in_layer(self, family: Family, plane: int, row: int = 0) -> int:
+        """Returns the offset of a piece from the start of its layer."""
+        widths = [piece.row_bytes for piece in family.planes]
+        return family.live_rows(self.tokens) * sum(widths[:plane]) + row * widths[plane]
+
+    def layers(self, family: Family) -> Iterator[slice]:
+        """Yields the bytes of each layer of ``family``."""
+        nbytes = self.layer_bytes(family)
+        for index in range(len(family.layers)):
+            start = self.offset(family, index, 0)
+            yield slice(start, start + nbytes)
+
+
+def _check_layer(family: Family, index: int) -> None:
+    if not 0 <= index < len(family.layers):
+        raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")

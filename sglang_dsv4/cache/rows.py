@@ -1,10 +1,11 @@
 """Finds the live rows of a request, each once, and their places on device and host.
 
 A request becomes spans, per family, by pure functions over small arrays; there is no loop over tokens. A span is a run
-of neighbouring rows in one tile of a device page, or a whole page; it lands in neighbouring rows of one host slot:
+of neighbouring rows in one tile of a device page, or a whole page; it lands in one page of the copy, or in
+neighbouring rows of its tail:
 
     device page ``pages[i]``, rows ``rows[i] .. rows[i] + counts[i] - 1``
-      <->  host block number ``blocks[i]`` of the copy's group, rows ``host_rows[i] .. ``
+      <->  page number ``copy_pages[i]`` of the copy, or live rows ``live_rows[i] .. `` of its tail
       ==   positions ``positions[i]``, ``positions[i] + ratio``, ...
 
 Live rows only, each once: saving a ring row for every token would scatter several values into one row on load.
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.cache.family import Family, Group
+from sglang_dsv4.cache.packed import Tail
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 Int64s = npt.NDArray[np.int64]
@@ -47,8 +49,8 @@ class Spans:
     pages: Int64s
     rows: Int64s
     counts: Int64s
-    blocks: Int64s
-    host_rows: Int64s
+    copy_pages: Int64s
+    live_rows: Int64s
     positions: Int64s
 
     def __len__(self) -> int:
@@ -63,8 +65,8 @@ class Spans:
 class Segments:
     """Holds a row family's spans, cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
 
-    device: byte offset in a device buffer. host: byte offset from the family's first row of a layer in a host
-    block. spans: the span each run belongs to.
+    device: byte offset in a device buffer. host: byte offset from the start of a layer in the tail. spans: the span
+    each run belongs to.
     """
 
     device: Int64s
@@ -92,7 +94,7 @@ def _whole_pages(family: Family, place: Place) -> Spans:
 
 
 def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans:
-    """Makes spans of consecutive positions from ``start``; host row k holds position start + k."""
+    """Makes spans of consecutive positions from ``start``; live row k holds position start + k."""
     starts, counts = _runs(pages, rows, family.tile_rows)
     zeros = np.zeros(len(starts), np.int64)
     return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
@@ -148,14 +150,14 @@ def check_place(geometry: Geometry, place: Place, window: bool) -> None:
         )
 
 
-def segments(spans: Spans) -> Segments:
-    """Cuts ``spans`` by plane: one run per plane and span, in this order."""
+def segments(spans: Spans, tail: Tail) -> Segments:
+    """Cuts ``spans``, of a family with rows in ``tail``, by plane: one run per plane and span, in this order."""
     family = spans.family
     start = spans.pages * family.page_bytes
     device, host = [], []
-    for number, host_plane in enumerate(family.host_planes):
+    for number, plane in enumerate(family.planes):
         device.append(start + family.row_offset(number, spans.rows))
-        host.append(host_plane.offset + spans.host_rows * family.host_row_stride(number))
+        host.append(tail.in_layer(family, number) + spans.live_rows * plane.row_bytes)
     times = len(family.planes)
     order = np.arange(len(spans), dtype=np.int64)
     return Segments(

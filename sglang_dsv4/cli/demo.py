@@ -123,7 +123,7 @@ def _report(result: Result, arguments: argparse.Namespace, settings: Settings, l
         "save, median / longest": _times(result.save_ms),
         "load, median / longest": _times(result.load_ms),
         "fallbacks (no host memory)": str(result.fallbacks),
-        "leaked blocks, copies or slots": str(leaks),
+        "leaked units, copies or slots": str(leaks),
         "DSV4_TRANSFER / DSV4_VERIFY": f"{settings.transfer} / {int(settings.verify)}",
         "time": f"{seconds:.1f} s",
     }

@@ -77,7 +77,7 @@ def _report(played: Conversations, arguments: argparse.Namespace, seconds: float
     facts = {
         "saved / loaded": f"{counters.saved_bytes / 1e6:.1f} / {counters.loaded_bytes / 1e6:.1f} MB",
         "points kept / evicted for newer ones": f"{result.points} / {counters.evicted['room']}",
-        "leaked pages, slots, copies or blocks": str(result.leaks),
+        "leaked pages, slots, copies or units": str(result.leaks),
         "time": f"{seconds:.1f} s",
     }
     for name, fact in facts.items():

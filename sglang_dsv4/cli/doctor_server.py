@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import is_covered
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.cli.launch_args import Launch, published
 from sglang_dsv4.cli.launch_command import LaunchError
 from sglang_dsv4.cli.launch_gpu import GPUS
@@ -20,7 +20,7 @@ from sglang_dsv4.cli.plan_config import Model
 from sglang_dsv4.cli.plan_figures import UNLIMITED_RAM
 from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
+from sglang_dsv4.hostmem.sizing import PoolSize, arena_size
 from sglang_dsv4.settings import OFF, Settings
 
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
@@ -119,16 +119,15 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
 
 
 def _too_little(model: Model, settings: Settings, arenas: int) -> str:
-    """Returns why DSV4_HOST_GB or DSV4_HOST_COPIES would end the start of any server; empty where they do not."""
+    """Returns why DSV4_HOST_GB would end the start of any server; empty where it does not."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
-    if settings.host_gb is None and settings.host_copies is None:
+    if settings.host_gb is None:
         return ""
     if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() or envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get() != "float32":
         return ""  # states are smaller than a model's config tells
-    ram = free_ram() if settings.host_gb is None else UNLIMITED_RAM  # that it is there is checked apart
-    try:
-        block_counts(init_groups(model.geometry), PoolSize(1, 1), settings, ram, arenas)
+    try:  # that the RAM is there is checked apart
+        arena_size(Units.of(model.geometry), PoolSize(1, 1), settings, UNLIMITED_RAM, arenas)
     except HostMemoryExhausted as error:
         return str(error)
     return ""

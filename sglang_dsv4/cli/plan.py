@@ -32,6 +32,7 @@ class Plan:
     ranks: int
     families: list[figures.FamilyFigures]
     groups: list[figures.GroupFigures]
+    units: figures.UnitFigures
     requests: list[figures.LengthFigures]
     sessions: list[figures.SessionFigures]
     transfers: tuple[PieceFigures, ...]
@@ -106,7 +107,8 @@ def make(arguments: argparse.Namespace) -> Plan:
     sessions = _session_rows(model, arguments, lengths)
     return Plan(
         model, arguments.link_gbs, arguments.ranks, figures.family_figures(geometry), figures.group_figures(geometry),
-        requests, sessions, piece_figures(geometry), _command(model, arguments, sessions or requests),
+        figures.unit_figures(geometry), requests, sessions, piece_figures(geometry),
+        _command(model, arguments, sessions or requests),
     )  # fmt: skip
 
 
@@ -197,9 +199,11 @@ def _families(plan: Plan) -> str:
 def _groups(plan: Plan) -> str:
     rows = []
     for group in plan.groups:
-        grows = f"with the tokens, {plan.model.geometry.page_size} a block" if group.grows else "never, one block"
-        rows.append((group.name, grows, size(group.block_bytes)))
-    return table("A saved request in host memory", ("group", "grows", "one block"), rows, left=(0, 1))
+        grows = f"with each {plan.model.geometry.page_size} tokens" if group.grows else "no, at most"
+        rows.append((group.name, grows, size(group.payload_bytes)))
+    unit = plan.units
+    note = f"in units of {size(unit.nbytes)}: one for each page, at most {unit.most_tail} for window and request"
+    return table("A saved request in host memory", ("group", "grows", "size"), rows, (0, 1), note)
 
 
 def _transfers(plan: Plan) -> str:
@@ -228,7 +232,7 @@ def _requests(plan: Plan) -> str:
         if kept:
             cells += [size(row.kept_bytes)]
         rows.append(cells)
-    return table(f"Retracts at {speed}", columns, rows, (), f"DSV4_HOST_GB goes with DSV4_HOST_COPIES={count}")
+    return table(f"Retracts at {speed}", columns, rows)
 
 
 def _sessions(plan: Plan) -> str:

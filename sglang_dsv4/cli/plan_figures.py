@@ -1,7 +1,6 @@
 """Computes the cost of a geometry: bytes by family and group, host memory, retract times.
 
-Sizes come from ``cache`` (layout, groups, packed blocks, spans) and ``hostmem.sizing`` (the arena); here they are
-only multiplied and added.
+Sizes come from ``cache`` (layout, groups, units); here they are only multiplied and added.
 """
 
 from __future__ import annotations
@@ -11,17 +10,10 @@ from dataclasses import dataclass, replace
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Address, Family, Group
-from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
-from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.hostmem.sizing import (
-    COPIES_SHARE,
-    SESSION_WINDOWS_SHARE,
-    PoolSize,
-    arena_bytes,
-    block_counts,
-)
+from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.units import Units
+from sglang_dsv4.hostmem.sizing import TAILS_SHARE
 from sglang_dsv4.hostmem.split import split
-from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
 GIB = 1 << 30
@@ -49,14 +41,23 @@ class FamilyFigures:
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Holds the figures of one group's host block. payload_bytes: its families; block_bytes: with padding, as it is
-    allocated.
-    """
+    """Holds the figures of one group. payload_bytes: of a page of tokens where it grows, else at most of a request."""
 
     name: str
     grows: bool
     payload_bytes: int
-    block_bytes: int
+
+
+@dataclass(frozen=True)
+class UnitFigures:
+    """Holds the figures of host memory, in equal units. nbytes: of a unit; a page of tokens takes one.
+
+    most_tail: units of the live rows of a request at most. point_tail: at the end of a page, where a session goes on.
+    """
+
+    nbytes: int
+    most_tail: int
+    point_tail: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class LengthFigures:
 
 @dataclass(frozen=True)
 class SessionFigures:
-    """Holds the figures of sessions of ``tokens`` tokens. Bytes of host blocks.
+    """Holds the figures of sessions of ``tokens`` tokens. Bytes of host units.
 
     first_bytes: of the first save, one point. point_bytes: another point of the same pages. turn_bytes: the save after
     ``turn`` more tokens. a_gib: sessions of ``points`` points that a GiB for tokens holds. settings: the environment
@@ -119,9 +120,15 @@ def group_figures(geometry: Geometry) -> list[GroupFigures]:
     """Returns the three groups, in the order of the layout."""
     figures = []
     for group, spec in init_groups(geometry).items():
-        packed = PackedBlock.of(spec)
-        figures.append(GroupFigures(group.value, spec.max_blocks is None, packed.payload_bytes, packed.block_stride))
+        lengths = (1,) if spec.grows else range(2 * geometry.page_size)
+        figures.append(GroupFigures(group.value, spec.grows, max(map(spec.nbytes, lengths))))
     return figures
+
+
+def unit_figures(geometry: Geometry) -> UnitFigures:
+    """Returns the units of host memory."""
+    units = Units.of(geometry)
+    return UnitFigures(units.nbytes, units.longest_tail, units.tail(geometry.page_size))
 
 
 def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: float, ranks: int = 1) -> LengthFigures:
@@ -130,67 +137,46 @@ def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: flo
     link_gbs: 1e9 bytes a second, one way. ranks: of a machine that hold the same cache and share an arena; with
     HiSparse each keeps rows of its own.
     """
-    saved = tokens - 1
-    specs = init_groups(geometry)
-    one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
-    all_of_them = block_counts(
-        specs, PoolSize(requests * one[Group.PAGED], requests), Settings(sessions=0.0), UNLIMITED_RAM
-    )
-    host_bytes = arena_bytes(specs, all_of_them)
-    moved_by_group = dict.fromkeys(Group, 0)
-    for family in families(geometry):
-        moved_by_group[family.group] += family.moved_bytes(geometry.page_size, saved)
-    moved = sum(moved_by_group.values())
-    page, block = ranks * _kept_page(geometry), PackedBlock.of(specs[Group.PAGED]).block_stride
-    pages = requests * one[Group.PAGED] if page else 0
-    both = _for_both(host_bytes, pages, page, block) if page else host_bytes
+    saved, units = tokens - 1, Units.of(geometry)
+    moved = {group: spec.nbytes(saved) for group, spec in init_groups(geometry).items()}
+    host_bytes = max(requests * units.count(saved), units.least) * units.nbytes
+    kept = ranks * _kept_page(geometry)
+    pages = requests * units.pages(saved) if kept else 0
+    both = _for_both(host_bytes, pages, kept, units.nbytes) if kept else host_bytes
+    link = link_gbs * 1e6
     return LengthFigures(
-        tokens, moved, requests, host_bytes,
-        {"DSV4_HOST_GB": _gigabytes(both), "DSV4_HOST_COPIES": str(requests)},
-        moved / (link_gbs * 1e6),
-        _largest_share(ranks, one[Group.PAGED], specs, moved_by_group) / (link_gbs * 1e6),
-        pages * page,
+        tokens, sum(moved.values()), requests, host_bytes, {"DSV4_HOST_GB": _gigabytes(both)},
+        sum(moved.values()) / link, _largest_share(ranks, units, saved, moved) / link, pages * kept,
     )  # fmt: skip
 
 
 def session_figures(geometry: Geometry, tokens: int, sessions: int, requests: int) -> SessionFigures:
     """Returns the cost of ``sessions`` sessions of ``tokens`` (a page or more) tokens each.
 
-    A point lies at the end of a page. It takes the blocks of all pages below, which points share, and a window block.
+    A point lies at the end of a page. It takes the units of all pages below, which points share, and those of its tail.
     """
-    specs = init_groups(geometry)
-    page, window, request = (PackedBlock.of(specs[group]).block_stride for group in Group)
-    pages = tokens // geometry.page_size
-    alone = _blocks_with_windows(sessions * pages, sessions * POINTS, page, window)
-    away = requests * specs[Group.PAGED].blocks_for(tokens - 1)
-    blocks = _blocks_with_windows(sessions * pages + away, sessions * POINTS, page, window)
+    units = Units.of(geometry)
+    pages, tail = tokens // geometry.page_size, units.tail(geometry.page_size)
+    one = pages + POINTS * tail
+    host_bytes = max(sessions * one + requests * units.count(tokens - 1), units.least) * units.nbytes
     return SessionFigures(
-        tokens, pages * page + window, window, TURN, TURN // geometry.page_size * page + window,
-        sessions, POINTS, sessions * GIB / (alone * page), requests,
-        {
-            "DSV4_HOST_GB": _gigabytes(blocks * page + requests * (window + request)),
-            "DSV4_HOST_COPIES": str(requests),
-            "DSV4_SESSIONS": "auto",
-        },
+        tokens, (pages + tail) * units.nbytes, tail * units.nbytes,
+        TURN, (TURN // geometry.page_size + tail) * units.nbytes,
+        sessions, POINTS, GIB / (one * units.nbytes), requests,
+        {"DSV4_HOST_GB": _gigabytes(host_bytes), "DSV4_SESSIONS": "auto"},
     )  # fmt: skip
 
 
-def _blocks_with_windows(pages: int, windows: int, page: int, window: int) -> int:
-    """Returns the least paged blocks of which ``block_counts`` leaves ``pages`` and makes ``windows`` for sessions.
+def _largest_share(ranks: int, units: Units, saved: int, moved: dict[Group, int]) -> float:
+    """Returns bytes of a save that the busiest of ``ranks`` moves. moved: bytes of all, by group."""
+    pages, tail = units.pages(saved), moved[Group.WINDOW] + moved[Group.REQUEST]
 
-    page, window: bytes of a block.
-    """
-    for_pages = -(-pages * SESSION_WINDOWS_SHARE // (SESSION_WINDOWS_SHARE - 1))
-    return max(for_pages, -(-windows * window // page) * SESSION_WINDOWS_SHARE)
+    def before(index: int) -> float:
+        """Returns the bytes of the units before number ``index``."""
+        in_tail = max(0, index - pages) * units.nbytes
+        return min(index, pages) * moved[Group.PAGED] / max(1, pages) + min(in_tail, tail)
 
-
-def _largest_share(ranks: int, pages: int, specs: dict[Group, KVCacheGroupSpec], moved: dict[Group, int]) -> float:
-    """Returns bytes of a save that the busiest of ``ranks`` moves. pages: of the request; moved: bytes of all, by
-    group.
-    """
-    a_page = moved[Group.PAGED] / max(1, pages)
-    shares = split(ranks, pages, {group: PackedBlock.of(spec).payload_end for group, spec in specs.items()})
-    return max((share.last - share.first) * a_page + sum(moved[group] for group in share.groups) for share in shares)
+    return max(before(share.stop) - before(share.start) for share in split(ranks, units.count(saved)))
 
 
 def _kept_page(geometry: Geometry) -> int:
@@ -199,16 +185,16 @@ def _kept_page(geometry: Geometry) -> int:
     return sum(f.page_bytes * len(f.layers) for f in whole if f.name in geometry.elsewhere)
 
 
-def _for_both(arena: int, pages: int, page: int, block: int) -> int:
+def _for_both(arena: int, pages: int, page: int, unit: int) -> int:
     """Returns the least DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``.
 
-    page: bytes of its rows on all ranks; block: bytes of its block in the arena.
+    page: bytes of its rows on all ranks; unit: bytes of its unit in the arena.
     """
-    tokens = (COPIES_SHARE - 1) / COPIES_SHARE  # at most, of it
-    return math.ceil(max(pages * (page + block) / tokens, arena / (1 - tokens * page / (page + block))))
+    tokens = (TAILS_SHARE - 1) / TAILS_SHARE  # at most, of it
+    return math.ceil(max(pages * (page + unit) / tokens, arena / (1 - tokens * page / (page + unit))))
 
 
 def _gigabytes(nbytes: int) -> str:
-    """Returns GiB with two places, rounded up so that the setting is never a block short."""
+    """Returns GiB with two places, rounded up so that the setting is never a unit short."""
     hundredths = -(-nbytes * 100 // GIB)
     return f"{hundredths // 100}.{hundredths % 100:02}"

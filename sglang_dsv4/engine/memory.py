@@ -1,6 +1,6 @@
 """Reserves and pins the host memory of a server at its start, once, with all ranks of it.
 
-Ranks agree on the blocks, so that "is there room?" has one answer on each.
+Ranks agree on the units, so that "is there room?" has one answer on each.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.claims import launcher
 from sglang_dsv4.hostmem.fences import why_unordered
 from sglang_dsv4.hostmem.sharing import World, machine
-from sglang_dsv4.pools.copy_service import CopyService, Counts, ServerContext
+from sglang_dsv4.hostmem.sizing import ArenaSize
+from sglang_dsv4.pools.copy_service import CopyService, ServerContext
 from sglang_dsv4.pools.describe import DraftPool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import OFF, read_settings
@@ -25,13 +25,10 @@ from sglang_dsv4.settings import OFF, read_settings
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def reserve_host_memory(
-    pool: Any, scheduler: Any, draft_pool: Any = None, keeps_sessions: bool = False, retracts: bool = True
-) -> None:
+def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps_sessions: bool = False) -> None:
     """Reserves and pins the host memory of the target pool. Another kind of pool is left alone.
 
-    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline. retracts:
-    whether the server ever does; else sessions get the memory of request blocks.
+    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
     """
     if not isinstance(pool, TokenToKVPool):
         return
@@ -41,7 +38,7 @@ def reserve_host_memory(
     here = place(scheduler.server_args)
     server.clean_version, server.emptied = server.weight_version, None  # the cache is new
     context = ServerContext(
-        min_over_ranks=min_over_ranks,
+        agreed_size=agreed_size,
         ranks=here.ranks,
         launcher=here.launcher,
         world=world() if settings.share == "auto" else None,
@@ -50,7 +47,6 @@ def reserve_host_memory(
         weight_version=lambda: server.weight_version,
         is_clean=lambda: server.is_clean,
         stages=scheduler.server_args.pp_size,
-        retracts=retracts,
         steps_in_flight=lambda req: steps_in_flight(scheduler, req),
         take_results=lambda: take_results(scheduler),
     )
@@ -120,9 +116,6 @@ def take_results(scheduler: Any) -> None:
     scheduler.last_batch = None
 
 
-_NO_SUCH_GROUP = 1 << 40  # blocks of a stage that has no layers of a group
-
-
 class Place(NamedTuple):
     """Describes one machine's ranks of the server: how many they are, and the first one's launcher."""
 
@@ -137,15 +130,11 @@ def place(args: Any) -> Place:
     """
     if not _distributed():
         return Place(ranks_a_machine(args), launcher())
-    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
-
     try:
         mine = machine(), launcher()
     except OSError:  # a sandbox
         mine = platform.node(), launcher()
-    found: list[Any] = [None] * get_world_group().world_size
-    torch.distributed.all_gather_object(found, mine, group=get_world_group().cpu_group)
-    here = [launched_by for where, launched_by in found if where == mine[0]]
+    here = [launched_by for where, launched_by in of_every_rank(mine) if where == mine[0]]
     return Place(len(here) * _replicas(args), here[0])
 
 
@@ -159,29 +148,26 @@ def _replicas(args: Any) -> int:
     return 1 if args.enable_dp_attention else int(args.dp_size)
 
 
-def min_over_ranks(counts: Counts | None) -> Counts | None:
-    """Returns the smallest block counts over all ranks of the server; None when any rank has none."""
+def agreed_size(mine: ArenaSize | None) -> ArenaSize | None:
+    """Returns the size of the arena for every rank of the server; None when any rank has none."""
+    found = of_every_rank(mine)
+    return None if mine is None or None in found else mine.agreed(found)
+
+
+def of_every_rank(mine: Any) -> list[Any]:
+    """Returns what each rank of the server has given, in the order of ranks; a collective."""
     if not _distributed():
-        return counts
+        return [mine]
     from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
 
-    return smallest_counts(counts, get_world_group().cpu_group)
+    return gathered(mine, get_world_group().world_size, get_world_group().cpu_group)
 
 
-def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
-    """Returns ``min_over_ranks`` over an explicit CPU process group.
-
-    A pipeline stage without layers of a group limits no other, and gets as many blocks of it, of no bytes: stages agree
-    on retracts, so that one of them must run out of blocks when the others do.
-    """
-    order = list(Group)
-    mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
-    values = torch.tensor(mine, dtype=torch.int64)
-    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group)
-    ok, *smallest = values.tolist()
-    if not ok or counts is None:
-        return None
-    return {g: 0 if n == _NO_SUCH_GROUP else n for g, n in zip(order, smallest, strict=True)}
+def gathered(mine: Any, ranks: int, group: Any) -> list[Any]:
+    """Returns what each of the ``ranks`` of a CPU process group has given."""
+    found: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(found, mine, group=group)
+    return found
 
 
 def true_on_every_rank(mine: bool) -> bool:
@@ -215,12 +201,7 @@ def world() -> World | None:
     if group.world_size == 1 or _parts_of_requests():
         return None
 
-    def exchange(mine: Any) -> list[Any]:
-        found: list[Any] = [None] * everybody.world_size
-        torch.distributed.all_gather_object(found, mine, group=everybody.cpu_group)
-        return found
-
-    return World(exchange, everybody.rank_in_group, tuple(group.ranks))
+    return World(of_every_rank, everybody.rank_in_group, tuple(group.ranks))
 
 
 def attention_ranks() -> int:

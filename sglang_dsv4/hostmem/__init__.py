@@ -1,1 +1,1 @@
-"""Holds host copies: one pinned arena, a block pool for each group, HostCopy handles."""
+"""Holds host copies: one pinned arena, a pool of its equal units, HostCopy handles."""

@@ -1,78 +1,85 @@
-"""Allocates and releases host copies in one pool's arena, which has a region for each group.
+"""Allocates and releases host copies in one pool's arena of equal units.
 
-A copy is made whole or not at all; one that is forgotten must not keep its blocks.
+A copy is made whole or not at all; one that is forgotten must not keep its units.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from sglang_dsv4.cache.families import Geometry
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import KVCacheGroupSpec
+from sglang_dsv4.cache.family import Family
+from sglang_dsv4.cache.packed import Tail, align
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem.arena import Arena
-from sglang_dsv4.hostmem.blocks import BlockPool, Blocks
-from sglang_dsv4.hostmem.regions import GroupRegion
+from sglang_dsv4.hostmem.pool import UnitNumbers, UnitPool
+from sglang_dsv4.hostmem.populate import system_page
 from sglang_dsv4.hostmem.sharing import Sharers
-from sglang_dsv4.hostmem.split import Share, split
+from sglang_dsv4.hostmem.sizing import ArenaSize
+from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.hostmem.turns import Turns
 from sglang_dsv4.streams import Event
 
 logger = logging.getLogger(__name__)
 
-SETTING_OF = {
-    Group.PAGED: "DSV4_HOST_GB",
-    Group.WINDOW: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
-    Group.REQUEST: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
-}
+CHUNK_BYTES = 32 << 30  # most bytes registered at once, in whole units: some hosts refuse more than 96 GiB
 
 
 class Tenant(Protocol):
-    """Holds blocks beyond any request, and gives them up when a copy needs them."""
+    """Holds units beyond any request, and gives them up when a copy needs them."""
 
-    def make_room(self, needs: dict[Group, int]) -> None:
-        """Gives blocks back until so many of each group are available; none where all would not be enough."""
+    def make_room(self, units: int) -> None:
+        """Gives units back until so many are available; none where all would not be enough."""
 
-    def blocks(self) -> dict[Group, Blocks]:
-        """Returns its blocks."""
+    def units(self) -> UnitNumbers:
+        """Returns its units."""
 
 
 class Detached(Protocol):
     """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
 
     def release(self) -> None:
-        """Gives the part back, unless it was adopted; called once, with the copy's blocks."""
+        """Gives the part back, unless it was adopted; called once, with the copy's units."""
 
 
 @dataclass(eq=False)
 class Lease:
-    """Holds the blocks of the ``number``-th copy. Outlives its HostCopy: a dead handle can be reclaimed."""
+    """Holds the units of the ``number``-th copy. Outlives its HostCopy: a dead handle can be reclaimed."""
 
-    blocks: dict[Group, Blocks]
+    units: UnitNumbers
     number: int
     held: bool = True
-    used_by: Event | None = None  # the last transfer that touches the blocks
+    used_by: Event | None = None  # the last transfer that touches the units
     turn: int = 0  # of that transfer
     gathered: Event | None = None  # after it the save reads nothing of the request; the next save records it again
     detached: Detached | None = None  # the part of the copy outside the arena
 
 
+class Run(NamedTuple):
+    """Names units of a copy that are neighbours in the arena: their bytes there, and those of the tail or its pages."""
+
+    arena: int  # offset of the first byte
+    start: int  # offset of the same byte behind the first of the units that were asked for
+    nbytes: int
+
+
 @dataclass(eq=False)
 class HostCopy:
-    """Owns the host blocks of a saved request and describes their content. Made by ``HostMemory.allocate``.
+    """Owns the host units of a saved request and describes their content. Made by ``HostMemory.allocate``.
 
-    The engine's request owns it. ``release`` gives the blocks back; loading does so too.
+    The engine's request owns it. ``release`` gives the units back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
-    first_page: the pages before it were saved before. begins: the first page of which it has a block: those before it
-    have another holder. nbytes: of all its blocks.
-    shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
+    begins: the page of its first unit; those before it have another holder. in_tail: how many of its units, the last
+    ones, are its tail. shares: the part that each of the ranks that share the arena saves, as indices of ``units``;
+    rank: this one's number among them. The units before the first share were saved before.
     search: the answer of a save that did not wait, until it is asked for; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
     """
@@ -81,10 +88,9 @@ class HostCopy:
     geometry: Geometry
     memory: HostMemory
     lease: Lease
-    nbytes: int
     begins: int
-    first_page: int
-    shares: tuple[Share, ...]
+    in_tail: int
+    shares: tuple[range, ...]
     rank: int
     weight_version: Any = None
     checksums: Any = None
@@ -92,23 +98,76 @@ class HostCopy:
     draft_begins: Any = None
 
     @property
-    def blocks(self) -> dict[Group, Blocks]:
-        """Block numbers by group; only while held."""
+    def units(self) -> UnitNumbers:
+        """Unit numbers, of the pages and then of the tail; only while held."""
         self.require_held()
-        return self.lease.blocks
-
-    def blocks_of(self, first_page: int, end: int | None = None) -> Blocks:
-        """Returns the paged blocks of the pages from ``first_page`` to ``end`` - 1; None: to the last."""
-        return self.blocks[Group.PAGED][first_page - self.begins : None if end is None else end - self.begins]
+        return self.lease.units
 
     @property
-    def share(self) -> Share:
-        """The part that this rank saves."""
+    def tail_units(self) -> UnitNumbers:
+        """Unit numbers of the tail."""
+        return self.units[self.in_pages :]
+
+    @property
+    def in_pages(self) -> int:
+        """How many of its units, the first ones, are pages."""
+        return len(self.lease.units) - self.in_tail
+
+    @property
+    def first_page(self) -> int:
+        """The pages before it were saved before."""
+        return self.begins + self.shares[0].start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its units."""
+        return len(self.lease.units) * self.memory.units.nbytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the units that this rank saves."""
+        return len(self.share) * self.memory.units.nbytes
+
+    def pages(self, first_page: int, end: int | None = None) -> UnitNumbers:
+        """Returns the units of the pages from ``first_page`` to ``end`` - 1; None: to the last."""
+        last = self.in_pages if end is None else end - self.begins
+        return self.units[first_page - self.begins : last]
+
+    @property
+    def share(self) -> range:
+        """The part that this rank saves, as indices of ``units``."""
         return self.shares[self.rank]
 
     @property
+    def page_share(self) -> range:
+        """The pages that this rank saves."""
+        first, last = (self.begins + min(edge, self.in_pages) for edge in (self.share.start, self.share.stop))
+        return range(first, last)
+
+    @property
+    def tail_share(self) -> range:
+        """The part of ``tail_units`` that this rank saves, as indices."""
+        first, last = (max(0, edge - self.in_pages) for edge in (self.share.start, self.share.stop))
+        return range(first, last)
+
+    def tail_runs(self, part: range | None = None) -> Iterator[Run]:
+        """Yields the bytes of the tail in the units of ``part`` (None: in all), neighbours together."""
+        units, size = self.tail_units, self.memory.units.nbytes
+        part = range(self.in_tail) if part is None else part
+        end = self.memory.tail(self.tokens).nbytes
+        for first, last in self.memory.runs(units[part.start : part.stop]):
+            start = (part.start + first) * size
+            nbytes = min((part.start + last) * size, end) - start  # a stage's own tail may be shorter than agreed
+            if nbytes > 0:
+                yield Run(self.memory.offset(units[part.start + first]), start, nbytes)
+
+    def saver(self, index: int) -> int:
+        """Returns the rank that saves unit number ``index`` of its units."""
+        return next(rank for rank, share in enumerate(self.shares) if index in share)
+
+    @property
     def released(self) -> bool:
-        """Returns whether the blocks were given back."""
+        """Returns whether the units were given back."""
         return not self.lease.held
 
     def require_held(self) -> None:
@@ -117,11 +176,11 @@ class HostCopy:
             raise CopyConsumed(f"this copy of {self.tokens} tokens was already loaded or released")
 
     def release(self) -> None:
-        """Gives the blocks back, to be reused after the last transfer; safe to call twice."""
+        """Gives the units back, to be reused after the last transfer; safe to call twice."""
         self.memory.release(self.lease)
 
     def hand_over(self) -> None:
-        """Gives the blocks, which nothing else holds, to the tenant of the memory; the copy is released then."""
+        """Gives the units, which nothing else holds, to the tenant of the memory; the copy is released then."""
         self.require_held()
         self.memory.release(self.lease, to_tenant=True)
 
@@ -131,150 +190,143 @@ class HostCopy:
 
 
 class HostMemory:
-    """Owns arena, block pools and accounting. Not thread-safe: the scheduler thread owns it."""
+    """Owns arena, unit pool and accounting. Not thread-safe: the scheduler thread owns it."""
 
     def __init__(
         self,
-        specs: dict[Group, KVCacheGroupSpec],
-        counts: dict[Group, int],
+        families: Sequence[Family],
+        size: ArenaSize,
         pin: bool,
         on_release: Callable[[int, int], None] = lambda copies, held_bytes: None,
         sharers: Sharers | None = None,
     ) -> None:
         """Reserves the arena; ranks that share it must make the same calls in the same order.
 
-        on_release: called after each release with the copies still alive and their bytes. sharers: see ``Arena``.
+        families: of the pool. on_release: called after each release with the copies still alive and their bytes.
+        sharers: see ``Arena``. Raises HostMemoryExhausted, also where ``size`` is too small for a request.
         """
-        self.regions: dict[Group, GroupRegion] = {}
-        end = 0
-        for group, spec in specs.items():
-            self.regions[group] = GroupRegion.of(spec, end, counts[group])
-            end += self.regions[group].nbytes
-        cuts = [start for region in self.regions.values() for start in region.chunk_starts if start]
-        self.arena = Arena(end, pin, cuts, sharers)
+        self.units = size.required().units
+        self.families, self._tails = families, dict[int, Tail]()
+        stride = self.units.nbytes
+        # A page of the system cannot be registered twice: each part begins with one.
+        whole = system_page() // math.gcd(system_page(), stride)  # units that end with a page
+        self.chunk = max(whole, CHUNK_BYTES // stride // whole * whole)  # units that are registered together
+        cuts = [unit * stride for unit in range(self.chunk, size.count, self.chunk)]
+        self.arena = Arena(align(size.nbytes, system_page()), pin, cuts, sharers)
         self.rank, self.ranks = (0, 1) if sharers is None else (sharers.rank, sharers.ranks)
-        self.pools = {group: BlockPool(group, region.blocks) for group, region in self.regions.items()}
+        self.pool = UnitPool(size.count)
         self.turns = Turns(self.arena.board)
         self._leases: dict[int, Lease] = {}
         self._handed_out = 0
         # Leases of handles that died. A handle can die inside any call here (garbage collection), so it only
         # queues its lease; the next call reclaims it.
         self._dead: deque[Lease] = deque()
-        self._unreleased: list[int] = []  # numbers of those that held blocks
+        self._unreleased: list[int] = []  # numbers of those that held units
         self._leaks = 0
         self._on_release = on_release
         self.tenant: Tenant | None = None
 
-    def region_tensor(self, group: Group) -> torch.Tensor:
-        """Returns the group's bytes, 1-D uint8, a view."""
-        region = self.regions[group]
-        return self.arena.region[region.start : region.start + region.nbytes]
+    def offset(self, unit: int) -> int:
+        """Returns the byte at which ``unit`` starts in the arena."""
+        return unit * self.units.nbytes
 
-    def offset(self, group: Group, block: int) -> int:
-        """Returns the byte at which block number ``block`` of ``group`` starts in the arena."""
-        region = self.regions[group]
-        return region.start + block * region.packed.block_stride
+    def bytes_of(self, unit: int) -> torch.Tensor:
+        """Returns the bytes of ``unit``, 1-D uint8, a view."""
+        return self.arena.region[self.offset(unit) : self.offset(unit + 1)]
 
-    def blocks_for(self, tokens: int) -> dict[Group, int]:
-        """Counts the blocks that a copy of ``tokens`` needs, by group; none of a group without blocks and bytes."""
-        return {
-            group: region.spec.blocks_for(tokens) if region.blocks or region.packed.block_stride else 0
-            for group, region in self.regions.items()
-        }
+    def tail(self, tokens: int) -> Tail:
+        """Returns the layout of the tail of ``tokens`` tokens."""
+        page = self.units.page_size
+        alike = tokens if tokens < page else page + tokens % page
+        if alike not in self._tails:
+            self._tails[alike] = Tail.of(self.families, alike)
+        return self._tails[alike]
+
+    def runs(self, units: UnitNumbers) -> Iterator[tuple[int, int]]:
+        """Yields (first, past last) index of each run of neighbours in ``units``; no copy may cross a chunk's end."""
+        if not units:
+            return
+        chunk, pairs = self.chunk, enumerate(pairwise(units), 1)
+        breaks = [at for at, (before, unit) in pairs if unit != before + 1 or unit % chunk == 0]
+        yield from pairwise([0, *breaks, len(units)])
 
     def allocate(
-        self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: dict[Group, Blocks] | None = None,
-        groups: Collection[Group] = tuple(Group), begins: int = 0,
+        self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: Sequence[int] = (), begins: int = 0,
+        tail: bool = True,
     ) -> HostCopy:  # fmt: skip
-        """Takes blocks of ``groups`` for a HostCopy, or raises HostMemoryExhausted and takes none.
+        """Takes units for a HostCopy, or raises HostMemoryExhausted and takes none.
 
-        saved: blocks of its first pages, and of other groups, that hold its bytes already; the copy holds them, too.
-        begins: the first page that needs a block.
-        May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
+        saved: units of its first pages that hold their bytes already; the copy holds them, too. begins: the first page
+        that needs a unit. tail: whether it has one.
+        May wait for transfers of the units' former owners. Call ``touched`` once its own are enqueued.
         """
-        needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
-        needs[Group.PAGED] = max(0, needs[Group.PAGED] - begins)  # a stage without paged families has none
-        taken: dict[Group, Blocks] = {}
-        last = 0
-        for group, blocks in (saved or {}).items():  # held first: to make room must not free them
-            self.pools[group].hold(blocks)
-            taken[group] = blocks
-            needs[group] -= len(blocks)
+        in_tail = self.units.tail(tokens) if tail else 0
+        in_pages = self.units.pages(tokens) - begins - len(saved)
+        taken = [*saved]
+        self.pool.hold(taken)  # first: to make room must not free them
         try:
-            self._require_room(needs, tokens)
-            for group, count in needs.items():
-                new = self.pools[group].take(count, self.turns.now)
-                taken[group] = [*taken.get(group, ()), *new]
-                last = max(last, self.pools[group].last_turn(new))
-            self.turns.reach(last)
-        except BaseException:  # no one else knows these blocks
-            for group, blocks in taken.items():
-                self.pools[group].give_back(blocks)
+            self._require_room(in_pages + in_tail, tokens)
+            for count in (in_pages, in_tail):  # each a run where it can be
+                taken += self.pool.take(count, self.turns.now)
+            self.turns.reach(self.pool.last_turn(taken[len(saved) :]))
+        except BaseException:  # no one else knows these units
+            self.pool.give_back(taken)
             raise
-        copy = self._handed_out_copy(tokens, geometry, weight_version, taken, needs, begins)
+        shares = split(self.ranks, in_pages + in_tail, len(saved))
+        copy = self._handed_out_copy(tokens, geometry, weight_version, taken, begins, in_tail, shares)
         if saved:
-            copy.lease.turn = max(self.pools[group].last_turn(blocks) for group, blocks in saved.items())
+            copy.lease.turn = self.pool.last_turn([*saved])
         return copy
 
-    def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
-        short = self.short_of(needs)
-        if short is not None or self._dead or self._unreleased:
-            self._reclaim_dead(short is not None)
-            short = self.short_of(needs)
-        if short is not None and self.tenant is not None:
-            self.tenant.make_room(needs)
-            short = self.short_of(needs)
-        if short is not None:
-            self._refuse(short, needs[short], tokens)
+    def lend(
+        self, tokens: int, geometry: Geometry, weight_version: Any, pages: Sequence[int], tail: Sequence[int]
+    ) -> HostCopy:
+        """Makes a HostCopy of units that another holder keeps: all pages of ``tokens`` tokens, and their tail."""
+        units = [*pages, *tail]
+        self.pool.hold(units)
+        shares = split(self.ranks, 0, len(units))
+        copy = self._handed_out_copy(tokens, geometry, weight_version, units, 0, len(tail), shares)
+        copy.lease.turn = self.pool.last_turn(units)
+        return copy
+
+    def _require_room(self, count: int, tokens: int) -> None:
+        if not self.has_room(count) or self._dead or self._unreleased:
+            self._reclaim_dead(not self.has_room(count))
+        if not self.has_room(count) and self.tenant is not None:
+            self.tenant.make_room(count)
+        if not self.has_room(count):
+            short, size = count - self.pool.available, self.units.nbytes
+            raise HostMemoryExhausted(
+                f"{tokens} tokens need {count} units of {size} bytes, {self.pool.available} of {self.pool.total} are "
+                f"free: raise DSV4_HOST_GB (short of {short * size / 2**30:.3f} GiB)"
+            )
+
+    def has_room(self, count: int) -> bool:
+        """Returns whether ``count`` units are free."""
+        return count <= self.pool.available
 
     def _handed_out_copy(
-        self, tokens: int, geometry: Geometry, weight_version: Any, blocks: dict[Group, Blocks], new: dict[Group, int],
-        begins: int,
+        self, tokens: int, geometry: Geometry, weight_version: Any, units: UnitNumbers, begins: int, in_tail: int,
+        shares: tuple[range, ...],
     ) -> HostCopy:  # fmt: skip
         self._handed_out += 1
-        lease = Lease(blocks, self._handed_out)
+        lease = Lease(units, self._handed_out)
         self._leases[lease.number] = lease
-        nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
-        payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
-        first = begins + len(blocks[Group.PAGED]) - new[Group.PAGED]
-        shares = split(self.ranks, new[Group.PAGED], payload, first)
-        return HostCopy(tokens, geometry, self, lease, nbytes, begins, first, shares, self.rank, weight_version)
-
-    def saved_bytes(self, copy: HostCopy) -> int:
-        """Counts the bytes of the blocks of ``copy`` that this rank saves."""
-        share, blocks, regions = copy.share, copy.blocks, self.regions
-        rows = sum(regions[group].packed.block_stride * len(blocks[group]) for group in share.groups)
-        return (share.last - share.first) * regions[Group.PAGED].packed.block_stride + rows
+        return HostCopy(tokens, geometry, self, lease, begins, in_tail, shares, self.rank, weight_version)
 
     def touched(self, copy: HostCopy) -> None:
-        """Marks the blocks of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
+        """Marks the units of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
         lease = copy.lease
         lease.turn = self.turns.end(lease.used_by)
-        for group, numbers in lease.blocks.items():
-            self.pools[group].touch(numbers, lease.turn)
+        self.pool.touch(lease.units, lease.turn)
 
     def wait_for_shares(self, copy: HostCopy) -> None:
         """Waits until every rank's part of ``copy`` is on the host. A rank alone has its transfers in order."""
         if self.arena.board is not None:
             self.turns.reach(copy.lease.turn)
 
-    def short_of(self, needs: dict[Group, int]) -> Group | None:
-        """Returns a group of which fewer blocks are free than ``needs``; None where all are there."""
-        for group, count in needs.items():
-            if count > self.pools[group].available:
-                return group
-        return None
-
-    def _refuse(self, group: Group, count: int, tokens: int) -> None:
-        pool, stride = self.pools[group], self.regions[group].packed.block_stride
-        short = (count - pool.available) * stride / 2**30
-        raise HostMemoryExhausted(
-            f"{tokens} tokens need {count} {group.value} blocks of {stride} bytes, {pool.available} of "
-            f"{pool.total} are free: raise {SETTING_OF[group]} (short of {short:.3f} GiB)"
-        )
-
     def release(self, lease: Lease, to_tenant: bool = False) -> None:
-        """Gives a copy's blocks back, to be reused after its last transfer. A second call does nothing.
+        """Gives a copy's units back, to be reused after its last transfer. A second call does nothing.
 
         to_tenant: the tenant gets them, instead.
         """
@@ -282,11 +334,10 @@ class HostMemory:
             return
         lease.held = False
         del self._leases[lease.number]
-        for group, numbers in lease.blocks.items():
-            (self.pools[group].hand_over if to_tenant else self.pools[group].give_back)(numbers)
+        (self.pool.hand_over if to_tenant else self.pool.give_back)(lease.units)
         if lease.detached is not None:
             lease.detached.release()
-        if not to_tenant:  # the tenant's blocks are not counted, nor was this copy yet
+        if not to_tenant:  # the tenant's units are not counted, nor was this copy yet
             self._on_release(len(self._leases), self._held_bytes())
 
     def died(self, lease: Lease) -> None:
@@ -294,15 +345,13 @@ class HostMemory:
         self._dead.append(lease)
 
     def _held_bytes(self) -> int:
-        return sum(
-            (pool.held - pool.idle) * self.regions[group].packed.block_stride for group, pool in self.pools.items()
-        )
+        return (self.pool.held - self.pool.idle) * self.units.nbytes
 
     def _reclaim_dead(self, short: bool = False) -> None:
-        """Gives back the blocks of handles that died without a release, and counts them.
+        """Gives back the units of handles that died without a release, and counts them.
 
         A handle dies when its process collects garbage. So ranks that share reclaim those dead on all of them, and ask
-        only when blocks are ``short``, which they are on every rank at once.
+        only when units are ``short``, which they are on every rank at once.
         """
         self._note_dead()
         reclaimed = sorted(self._unreleased)
@@ -320,7 +369,7 @@ class HostMemory:
         for number in numbers:
             self._unreleased.remove(number)
             self._leaks += 1
-            logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self._leaks)
+            logger.warning("a host copy died without release; its units are reclaimed (leak %d)", self._leaks)
             self.release(self._leases[number])
 
     def close(self) -> None:
@@ -348,16 +397,12 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks held by live copies, those that the tenant holds, too, among them."""
+        """Bytes of the units held by live copies, those that the tenant holds, too, among them."""
         self._reclaim_dead()
         return self._held_bytes()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost, doubled, or counted wrongly in any group."""
+        """Raises AssertionError when a unit is lost, doubled, or counted wrongly."""
         self._reclaim_dead()
-        for group, pool in self.pools.items():
-            held = [block for lease in self._leases.values() for block in lease.blocks[group]]
-            pool.check_integrity(held, () if self.tenant is None else self.tenant.blocks()[group])
-        end = sum(region.nbytes for region in self.regions.values())
-        if end != self.arena.nbytes:
-            raise AssertionError(f"regions cover {end} bytes, the arena has {self.arena.nbytes}")
+        held = [unit for lease in self._leases.values() for unit in lease.units]
+        self.pool.check_integrity(held, () if self.tenant is None else self.tenant.units())

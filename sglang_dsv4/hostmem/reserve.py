@@ -7,13 +7,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
-
-Counts = dict[Group, int]
-Size = Callable[[int, int], tuple[Counts, int]]
+from sglang_dsv4.hostmem.sizing import ArenaSize
 
 
 class Closes(Protocol):
@@ -27,20 +24,20 @@ T = TypeVar("T", bound=Closes)
 
 
 def reserve(
-    size: Size, make: Callable[[Counts, Sharers | None], T], ranks: int, launcher: str | None,
-    world: World | None, agree: Callable[[Counts | None], Counts | None],
+    choose: Callable[[int, int], ArenaSize], make: Callable[[ArenaSize, Sharers | None], T], ranks: int,
+    launcher: str | None, world: World | None, agree: Callable[[ArenaSize | None], ArenaSize | None],
 ) -> tuple[T | None, Exception | None]:  # fmt: skip
     """Makes the owner of the memory where every rank can; else (None, this rank's failure or None).
 
-    size: block counts and bytes of an arena, for the RAM that so many arenas may take; raises LayoutRefused for a pool
-    that is not covered. ranks, launcher, world, agree: see ``ServerContext``. ArenaNotShared comes on every rank or on
+    choose: the size of an arena, for the RAM that so many arenas may take; raises LayoutRefused for a pool that is not
+    covered. ranks, launcher, world, agree: see ``ServerContext``. ArenaNotShared comes on every rank or on
     none.
     """
     try:
         sharers = None if world is None else find_sharers(world)
     except ArenaNotShared as error:
         return None, error
-    owner, counts = None, None
+    owner, size = None, None
     failure: Exception | None = None
     claim = Claim(ranks, launcher)
     arenas, together = ranks, 1
@@ -48,11 +45,11 @@ def reserve(
         arenas, together = sharers.arenas * max(1, ranks // sharers.local), sharers.ranks
     try:
         with claim.measuring() as ram:
-            counts, nbytes = size(ram, arenas)
-            claim.ask(nbytes // together)
+            size = choose(ram, arenas)
+            claim.ask(size.nbytes // together)
     except (HostMemoryExhausted, LayoutRefused) as error:
         failure = error
-    agreed = agree(counts)
+    agreed = agree(size)
     if agreed is not None and not isinstance(failure, LayoutRefused):
         try:
             with claim.pinning():

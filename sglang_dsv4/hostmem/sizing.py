@@ -6,20 +6,17 @@ one minimum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import KVCacheGroupSpec
-from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.settings import Settings
 
-COPIES_SHARE = 4  # window and request blocks take at most 1/4 of the arena unless DSV4_HOST_COPIES says more
-SESSION_WINDOWS_SHARE = 8  # with sessions on, 1/8 of the memory for tokens is for windows, one a point
+TAILS_SHARE = 4  # of a HiSparse server's DSV4_HOST_GB 1/4 is for tails; the rows that it keeps lie elsewhere
 RAM_SHARE = 2  # at most 1/2 of the free RAM, unless DSV4_HOST_GB says more
 
 
@@ -29,6 +26,37 @@ class PoolSize:
 
     pages: int
     request_slots: int
+
+
+@dataclass(frozen=True)
+class ArenaSize:
+    """Says how many ``units`` an arena has."""
+
+    units: Units
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all units."""
+        return self.count * self.units.nbytes
+
+    def required(self, budget: int | None = None) -> ArenaSize:
+        """Returns itself; raises HostMemoryExhausted where a request of one page may not fit. budget: bytes for it."""
+        if self.count < self.units.least:
+            raise HostMemoryExhausted(
+                f"{(self.nbytes if budget is None else budget) / 2**30:.3f} GiB of host memory hold not one request "
+                f"({self.units.least} units of {self.units.nbytes} bytes): raise DSV4_HOST_GB"
+            )
+        return self
+
+    def agreed(self, sizes: Iterable[ArenaSize]) -> ArenaSize:
+        """Returns the size for ranks of all ``sizes``: they run out of units together, and number them alike.
+
+        Stages of a pipeline have units of other bytes, and tails of others: as long as the longest they are on each.
+        """
+        found = list(sizes)
+        tails = map(max, zip(*(size.units.tails for size in found), strict=True))
+        return ArenaSize(replace(self.units, tails=tuple(tails)), min(size.count for size in found))
 
 
 # Names in a control group, by version of the interface: limit, use, and in memory.stat the page cache that lies idle.
@@ -79,73 +107,28 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
                 break
 
 
-def block_counts(
-    specs: dict[Group, KVCacheGroupSpec], demand: PoolSize, settings: Settings, ram: int, arenas: int = 1
-) -> dict[Group, int]:
-    """Chooses how many blocks of each group an arena has.
+def arena_size(units: Units, demand: PoolSize, settings: Settings, ram: int, arenas: int = 1) -> ArenaSize:
+    """Chooses how many units an arena has; with auto as many as the device pool can fill.
 
-    ram: bytes that can be taken; arenas: that share it. settings.sessions is 0.0 on a server that keeps none. Raises
-    HostMemoryExhausted when not even one request of one block fits, and when DSV4_HOST_GB for each of the arenas is
-    more than ``ram``.
+    ram: bytes that can be taken; arenas: that share it. Raises HostMemoryExhausted when a request of one page may not
+    fit, and when DSV4_HOST_GB for each of the arenas is more than ``ram``.
     """
-    stride = {group: PackedBlock.of(spec).block_stride for group, spec in specs.items()}
-    per_copy = sum(stride[g] * specs[g].blocks_for(1) for g in (Group.WINDOW, Group.REQUEST))
-    per_page = stride[Group.PAGED] * specs[Group.PAGED].blocks_for(1)
-    wanted_copies = settings.host_copies or demand.request_slots
-    budget = _budget(settings, demand.pages * per_page + wanted_copies * per_copy, ram, arenas)
-    copies = wanted_copies
-    if settings.host_copies is None and per_copy:
-        copies = min(wanted_copies, max(1, budget // COPIES_SHARE // per_copy))
-    blocks = (budget - copies * per_copy) // per_page if per_page else 0
-    if settings.host_gb is None and settings.host_copies is None and per_copy:
-        # Memory that tokens cannot use goes to more copies.
-        blocks = min(blocks, demand.pages)
-        copies = min(wanted_copies, (budget - blocks * per_page) // per_copy)
-    if copies < 1 or (per_page and blocks < 1) or copies * per_copy > budget:
-        setting = "DSV4_HOST_GB" if settings.host_copies is None else "DSV4_HOST_GB or lower DSV4_HOST_COPIES"
-        raise HostMemoryExhausted(
-            f"{budget / 2**30:.3f} GiB of host memory hold not one request "
-            f"({copies} copies of {per_copy} bytes, {per_page} bytes a page of tokens): raise {setting}"
-        )
-    blocks, for_points = _windows_for_points(blocks, per_page, stride[Group.WINDOW], settings.sessions)
-    return {
-        Group.PAGED: blocks,
-        Group.WINDOW: copies * specs[Group.WINDOW].blocks_for(1) + for_points,
-        Group.REQUEST: copies * specs[Group.REQUEST].blocks_for(1),
-    }
+    wanted = demand.pages + demand.request_slots * units.longest_tail
+    budget = _budget(settings, wanted * units.nbytes, ram, arenas)
+    return ArenaSize(units, budget // units.nbytes).required(budget)
 
 
-def _windows_for_points(blocks: int, per_page: int, per_window: int, sessions: float | None) -> tuple[int, int]:
-    """Returns the paged blocks that are left of ``blocks``, and the window blocks made of the others.
-
-    A point of a session takes a window block and no request block. per_page, per_window: bytes of one. sessions: as in
-    Settings; where it bounds their memory, it bounds the windows too.
-    """
-    if not per_page:
-        return blocks, 0
-    of_sessions = blocks if sessions is None else min(blocks, int(sessions * 2**30) // per_page)
-    windows = of_sessions // SESSION_WINDOWS_SHARE * per_page // per_window
-    return blocks - -(-windows * per_window // per_page), windows
-
-
-def kept_pages(
-    settings: Settings, pool_pages: int, kept_bytes: int, block_bytes: int, room: int, ranks: int = 1
-) -> int:
+def kept_pages(settings: Settings, pool_pages: int, kept_bytes: int, unit_bytes: int, room: int, ranks: int = 1) -> int:
     """Chooses how many pages of detached rows HiSparse holds beside the arena.
 
-    Of DSV4_HOST_GB they share with paged blocks the part that is not for window and request blocks. room: bytes of RAM
-    that a rank can take. ranks: that share DSV4_HOST_GB, and hold rows of their own. With auto as many as the pool has
-    pages, at most half of the room.
+    Of DSV4_HOST_GB they share with the units of pages the part that is not for tails. room: bytes of RAM that a rank
+    can take. ranks: that share DSV4_HOST_GB, and hold rows of their own. With auto as many as the pool has pages, at
+    most half of the room.
     """
     if settings.host_gb is None:
-        return min(pool_pages, room // RAM_SHARE // (kept_bytes + block_bytes))
-    tokens = int(settings.host_gb * 2**30) * (COPIES_SHARE - 1) // COPIES_SHARE
-    return min(pool_pages, tokens // (kept_bytes * ranks + block_bytes))
-
-
-def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
-    """Counts the bytes of an arena of ``counts`` blocks."""
-    return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
+        return min(pool_pages, room // RAM_SHARE // (kept_bytes + unit_bytes))
+    tokens = int(settings.host_gb * 2**30) * (TAILS_SHARE - 1) // TAILS_SHARE
+    return min(pool_pages, tokens // (kept_bytes * ranks + unit_bytes))
 
 
 def too_much(host_gb: float, ram: int, arenas: int) -> str | None:

@@ -1,8 +1,8 @@
-"""Numbers the saves and loads, and waits until those that touch a block are over.
+"""Numbers the saves and loads, and waits until those that touch a unit are over.
 
-A block may be taken while a transfer of its last owner still reads it, on this rank or on another that shares it.
+A unit may be taken while a transfer of its last owner still reads it, on this rank or on another that shares it.
 Every save and load is a *turn*. Ranks number turns alike, as they retract and resume the same requests in the same
-order; so a block's last turn must be over before the block is touched again.
+order; so a unit's last turn must be over before the unit is touched again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang_dsv4.streams import Event
 
 
 class Turns:
-    """Counts this rank's turns. board: of the ranks that share the blocks; None: this rank alone has them."""
+    """Counts this rank's turns. board: of the ranks that share the units; None: this rank alone has them."""
 
     def __init__(self, board: Board | None) -> None:
         self.now = 0

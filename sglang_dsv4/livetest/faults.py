@@ -17,7 +17,8 @@ from unittest import mock
 
 from sglang.srt.disaggregation import decode
 
-from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine.hooks import engines_class
 from sglang_dsv4.engine.retract import save
 from sglang_dsv4.errors import HostCopyError, MustStop
@@ -56,7 +57,9 @@ class Scene:
 
 def memory() -> Scene:
     """Fills the host memory before a request is retracted."""
-    scheduler, (first, second) = _decoding(Settings(host_gb=0.05, host_copies=1), 300, 500)
+    units = Units.of(Geometry(SPEC.ratios))
+    room = max(units.count(300), units.count(500), units.least) * units.nbytes / 2**30
+    scheduler, (first, second) = _decoding(Settings(host_gb=room), 300, 500)
     with _server_log() as lines:
         kept, refused = (_save(scheduler, job) for job in (first, second))
         for copy in filter(None, (kept, refused)):
@@ -66,11 +69,11 @@ def memory() -> Scene:
         again.release()
     return Scene(
         "Two requests are retracted, and host memory has room for one copy", "server log", "\n".join(lines),
-        "Raise DSV4_HOST_COPIES, as the warning says (docs/operating.md). Until then the engine serves such requests.",
+        "Raise DSV4_HOST_GB, as the warning says (docs/operating.md). Until then the engine serves such requests.",
         (
             r"INFO saved 300 tokens, .*; copies alive 1, ",
             r"WARNING no host copy, the engine's own behaviour follows \(HostMemoryExhausted\): 500 tokens need .*"
-            r"raise DSV4_HOST_COPIES \(or DSV4_HOST_GB\)",
+            r"raise DSV4_HOST_GB",
             r"INFO saved 500 tokens",
         ),
         {
@@ -99,7 +102,7 @@ def damaged_copy() -> Scene:
     with _server_log() as lines:
         scheduler.retract(job)
         assert job.copy is not None
-        damage(job.copy.memory, job.copy.blocks[Group.PAGED][-1])
+        damage(job.copy.memory, job.copy.units[1])
         ended = _raised(lambda: scheduler.resume(job))
     return Scene(
         "A byte of a host copy changes, DSV4_VERIFY=1", "the scheduler's exception",
@@ -127,10 +130,10 @@ def sessions() -> Scene:
     asked()
     other, same = asked("another tenant"), asked()
     memory = plain.host.memory
-    flushed = world.flush() and not store.points and not any(pool.held for pool in memory.pools.values())
+    flushed = world.flush() and not store.points and not memory.pool.held
     behind = asked()
     with _server_log() as lines:
-        damage(memory, store.blocks()[Group.PAGED][-1])
+        damage(memory, store.units()[1024 // 256])
         ended = _raised(asked)
     return Scene(
         "A byte of a session changes on the host, DSV4_VERIFY=1; before it, another tenant and a flush",

@@ -28,7 +28,7 @@ def switched_by(word: Path) -> dict[str, str]:
 def install(file: Path) -> None:
     """Wraps the loads of this process, of requests and of sessions, below the engine's calls and above the transfer.
 
-    A copy that was damaged is not compared with the saved bytes. A session keeps its blocks after a load, and so their
+    A copy that was damaged is not compared with the saved bytes. A session keeps its units after a load, and so their
     damage: with the word off again it goes by a flush alone.
     """
     from sglang_dsv4.pools.copy_service import CopyService  # noqa: PLC0415 - commands without torch import this file
@@ -47,15 +47,18 @@ def zero(copy: HostCopy, name: str) -> int:
     """Zeroes the bytes of family ``name`` in ``copy``, every layer, row and plane; returns how many. ValueError: no
     such one.
     """
-    for group, region in copy.memory.regions.items():
-        for family in region.spec.families:
-            if family.name == name:
-                views = [
-                    region.packed.view(copy.memory.region_tensor(group), block, family, layer, plane, tile)
-                    for block in copy.blocks[group]
-                    for layer in range(len(family.layers))
-                    for plane in range(len(family.planes))
-                    for tile in range(family.tiles if family.whole_pages else 1)
-                ]
-                return sum(view.zero_().numel() for view in views)
-    raise ValueError(f"no cache family {name!r}")
+    from sglang_dsv4.cache.packed import PackedPage  # noqa: PLC0415 - as above
+    from sglang_dsv4.transfer.reference import put_tail, tail_image  # noqa: PLC0415
+
+    family = next((family for family in copy.memory.families if family.name == name), None)
+    if family is None:
+        raise ValueError(f"no cache family {name!r}")
+    if family.whole_pages:
+        page, layers = PackedPage.of(copy.memory.families), range(len(family.layers))
+        pages = [copy.memory.bytes_of(unit) for unit in copy.pages(copy.begins)]
+        parts = [unit[page.offset(family, layer) :][: family.page_bytes] for unit in pages for layer in layers]
+        return sum(part.zero_().numel() for part in parts)
+    image = tail_image(copy)
+    zeroed = sum(image[part].zero_().numel() for part in copy.memory.tail(copy.tokens).layers(family))
+    put_tail(copy, image)
+    return zeroed

@@ -1,4 +1,4 @@
-"""Saves and loads requests: orders host blocks, copier, other ranks and verify mode."""
+"""Saves and loads requests: orders host units, copier, other ranks and verify mode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Spans
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import (
     AnotherRank,
     CopyEngineError,
@@ -23,11 +23,10 @@ from sglang_dsv4.errors import (
     IndexMismatch,
     StaleWeights,
 )
-from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
-from sglang_dsv4.hostmem.reserve import Counts
+from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.hostmem.sharing import Sharers, World
-from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
+from sglang_dsv4.hostmem.sizing import ArenaSize, PoolSize, arena_size
 from sglang_dsv4.metrics import Counters
 from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.settings import Settings
@@ -48,18 +47,17 @@ T = TypeVar("T")
 class ServerContext:
     """Tells a pool of its server.
 
-    min_over_ranks: maps this rank's block counts (None: it refuses) to counts that fit every rank (None: one refuses);
-    called equally often on every rank. ranks: ranks that share the machine's RAM. launcher: of the first of them; None:
+    agreed_size: maps this rank's size of the arena (None: it refuses) to one for every rank (None: one refuses); called
+    equally often on every rank. ranks: ranks that share the machine's RAM. launcher: of the first of them; None:
     this one's own. world: the server's ranks, where those of a group may share an arena. true_on_every_rank: of ranks
     that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     is_clean: whether all of the device's cache was computed with these.
     stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
-    retracts: whether the server ever does; else it keeps sessions alone.
     steps_in_flight: how many of a request's launched steps have no result yet. take_results: takes all such results.
     """
 
-    min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
+    agreed_size: Callable[[ArenaSize | None], ArenaSize | None] = lambda size: size
     ranks: int = 1
     launcher: str | None = None
     world: World | None = None
@@ -68,23 +66,15 @@ class ServerContext:
     weight_version: Callable[[], Any] = lambda: None
     is_clean: Callable[[], bool] = lambda: True
     stages: int = 1
-    retracts: bool = True
     steps_in_flight: Callable[[Any], int] = lambda req: 0
     take_results: Callable[[], None] = lambda: None
 
 
-def wanted_counts(
-    buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1, retracts: bool = True
-) -> Counts:
-    """Chooses the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``.
-
-    retracts: else no request is away, and DSV4_HOST_GB is for sessions, whose points take no request blocks.
-    """
+def wanted_size(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> ArenaSize:
+    """Chooses the size of an arena. ram: bytes that the ``arenas`` may take. Raises as ``arena_size``."""
     pages, swa_pages = buffers.page_counts
     slots = swa_pages if buffers.request_slots is None else buffers.request_slots
-    # The default size has a window block for each slot, and points use all of them.
-    demand = PoolSize(pages, slots if retracts or settings.host_gb is None else 1)
-    return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
+    return arena_size(Units.of(buffers.geometry), PoolSize(pages, slots), settings, ram, arenas)
 
 
 def whole_every(buffers: DeviceBuffers) -> int:
@@ -98,14 +88,14 @@ class CopyService:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
     def __init__(
-        self, buffers: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
+        self, buffers: DeviceBuffers, size: ArenaSize, settings: Settings, context: ServerContext | None = None,
         sharers: Sharers | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.settings = buffers, settings
         self.context = context or ServerContext()
         self.counters = Counters()
         cuda = buffers.device.type == "cuda"
-        self.memory = HostMemory(init_groups(buffers.geometry), counts, cuda, self.counters.holds, sharers)
+        self.memory = HostMemory(buffers.families, size, cuda, self.counters.holds, sharers)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
         self._whole = whole_every(buffers)
@@ -113,8 +103,7 @@ class CopyService:
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
-            "host copies: %.2f GiB, %s%s", self.memory.arena.nbytes / 2**30,
-            ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
+            "host copies: %.2f GiB, %s units%s", self.memory.arena.nbytes / 2**30, f"{size.count:,}",
             f"; {sharers.ranks} ranks share them" if sharers else "",
         )  # fmt: skip
 
@@ -140,7 +129,7 @@ class CopyService:
         """
         started = time.perf_counter()
         copy = self._save_on_every_rank(one)
-        seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
+        seconds, nbytes = time.perf_counter() - started, copy.saved_bytes
         self.counters.saved(nbytes, seconds)
         self.counters.holds(self.memory.copies, self.memory.held_bytes)
         self._log("saved", copy, nbytes, seconds)
@@ -152,14 +141,13 @@ class CopyService:
         """Copies the window before a page end, and the pages from ``first_page`` on, to host memory.
 
         indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. The
-        copy has no blocks of the pages before ``first_page``, and without ``window`` none of that. Raises IndexMismatch
+        copy has no units of the pages before ``first_page``, and without ``window`` none of that. Raises IndexMismatch
         or HostMemoryExhausted where every rank does; ``check_search`` raises all else. Votes with no other rank, and
         waits as ``HostMemory.allocate``.
         With DSV4_VERIFY it waits, votes and raises as ``save``.
         """
-        groups = (Group.PAGED, Group.WINDOW) if window else (Group.PAGED,)
         point = self._point(indices, swa_map, window)
-        one = SaveRequest(point, wait=self.settings.verify, first_page=first_page, groups=groups)
+        one = SaveRequest(point, wait=self.settings.verify, first_page=first_page, tail=window)
         return self._save_on_every_rank(one) if self.settings.verify else self._save(one, self._enqueue_point)
 
     def _save_on_every_rank(self, one: SaveRequest) -> HostCopy:
@@ -186,10 +174,8 @@ class CopyService:
     def _save(
         self, one: SaveRequest, enqueue: Callable[[HostCopy, Request], DeviceSearch | Refusal | None]
     ) -> HostCopy:
-        request, saved = one.request, {Group.PAGED: [*one.saved]} if one.saved else None
-        copy = self.memory.allocate(
-            one.tokens, self.buffers.geometry, self.context.weight_version(), saved, one.groups, one.first_page
-        )
+        request, geometry, weights = one.request, self.buffers.geometry, self.context.weight_version()
+        copy = self.memory.allocate(one.tokens, geometry, weights, one.saved, one.first_page, one.tail)
         try:
             if one.kept is not None:
                 one.kept.taken(copy.tokens).go_with(copy)
@@ -262,24 +248,22 @@ class CopyService:
         self._load(copy, self.request(indices, swa_map, request_slot), first_page)
         if copy.draft_begins is not None and self.buffers.draft_begins is not None:
             self.buffers.draft_begins[request_slot] = copy.draft_begins
-        shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
+        shared = len(copy.pages(0, first_page)) * self.memory.units.nbytes
         copy.release()
         seconds = time.perf_counter() - started
         self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
         self._log("loaded", copy, copy.nbytes, seconds)
 
     def load_point(
-        self, blocks: dict[Group, Blocks], indices: torch.Tensor, swa_map: torch.Tensor, first_page: int,
+        self, pages: UnitNumbers, tail: UnitNumbers, indices: torch.Tensor, swa_map: torch.Tensor, first_page: int,
         checksums: verify.Checksums | None,
     ) -> None:  # fmt: skip
         """Writes pages and window of ``save_point`` to the slots ``indices``, as ``load`` does.
 
-        blocks: of all its pages, and of its window; their owner keeps them. checksums: with DSV4_VERIFY, of them all.
+        pages, tail: all its units; their owner keeps them. checksums: with DSV4_VERIFY, of them all.
         """
         request = self._point(indices, swa_map)
-        copy = self.memory.allocate(
-            indices.shape[0], self.buffers.geometry, self.context.weight_version(), blocks, tuple(blocks)
-        )
+        copy = self.memory.lend(indices.shape[0], self.buffers.geometry, self.context.weight_version(), pages, tail)
         copy.checksums = checksums
         try:
             self._load(copy, request, first_page)

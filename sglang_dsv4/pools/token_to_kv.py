@@ -12,15 +12,14 @@ import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from typing_extensions import override
 
-from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, IndexMismatch, LayoutRefused, SettingError
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.hostmem.reserve import Counts, reserve
+from sglang_dsv4.hostmem.reserve import reserve
 from sglang_dsv4.hostmem.sharing import Sharers
-from sglang_dsv4.hostmem.sizing import arena_bytes
+from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools import page_major
-from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
+from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_size
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe, is_online, online_refusal
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.save_request import SaveRequest
@@ -108,12 +107,11 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
         draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
         says so, and the target's copy is whole without it. Other starting servers are counted, see ``hostmem.claims``.
-        Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for too much.
+        Raises HostMemoryExhausted when DSV4_HOST_GB asks for too much.
         """
         if self.host is not None:
             return self.host  # a server may build its queues again (a role switch); the arena stays
         context = context or ServerContext()
-        explicit = settings.host_gb is not None or settings.host_copies is not None
         self.refusal = None
         failure, apart = self._reserve(settings, context, draft), None
         if isinstance(failure, ArenaNotShared):
@@ -124,7 +122,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             failure = _with_cause(failure, apart, settings, context.ranks)
         if isinstance(failure, LayoutRefused):
             self.refusal, failure = str(failure), None
-        if failure is not None and explicit:
+        if failure is not None and settings.host_gb is not None:
             raise failure from apart
         if self.host is None:
             self.refusal = self.refusal or str(failure or "another rank has no host copies")
@@ -135,14 +133,13 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """Makes ``host``; on failure returns it, if it was this rank's."""
         buffers = functools.cache(lambda: self._describe(draft, context.stages))
 
-        def size(ram: int, arenas: int) -> tuple[Counts, int]:
-            counts = wanted_counts(buffers(), settings, ram, arenas, context.retracts)
-            return counts, arena_bytes(init_groups(buffers().geometry), counts)
+        def choose(ram: int, arenas: int) -> ArenaSize:
+            return wanted_size(buffers(), settings, ram, arenas)
 
-        def make(counts: Counts, sharers: Sharers | None) -> CopyService:
-            return CopyService(buffers(), counts, settings, context, sharers)
+        def make(size: ArenaSize, sharers: Sharers | None) -> CopyService:
+            return CopyService(buffers(), size, settings, context, sharers)
 
-        self.host, failure = reserve(size, make, context.ranks, context.launcher, context.world, context.min_over_ranks)
+        self.host, failure = reserve(choose, make, context.ranks, context.launcher, context.world, context.agreed_size)
         return failure
 
     def _describe(self, draft: DraftPool | None, stages: int) -> DeviceBuffers:

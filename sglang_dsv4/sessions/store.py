@@ -1,8 +1,8 @@
-"""Keeps the cache of requests that have ended, and gives it to the next turn: host blocks, by the pages of a trie.
+"""Keeps the cache of requests that have ended, and gives it to the next turn: host units, by the pages of a trie.
 
 A *point* is a page end with the window before it on the host, and every page before it. There nothing of a request's
-slot lives, so that a prompt that begins with these tokens can go on from it. Blocks have holders: the pages and points
-here, and the copy of a transfer while it is made. A retract that finds no room takes the blocks of the points that are
+slot lives, so that a prompt that begins with these tokens can go on from it. Units have holders: the pages and points
+here, and the copy of a transfer while it is made. A retract that finds no room takes the units of the points that are
 evicted first, never the other way.
 
 Ranks that share the arena keep the same points without asking each other: tokens and order are the same on all. In the
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
@@ -38,7 +37,7 @@ FEW, ENOUGH = 80, 20  # where less than an 80th of the room is free, points go u
 
 
 class SessionStore:
-    """Owns the points of one rank and the host blocks under them. The scheduler thread owns it.
+    """Owns the points of one rank and the host units under them. The scheduler thread owns it.
 
     most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``. tells: each save and each load
     is a line of the log, which costs the scheduler time; with DSV4_VERIFY it always is.
@@ -51,12 +50,12 @@ class SessionStore:
         self._host, self._memory, self._swa_map = host, host.memory, swa_map
         self._page = host.buffers.geometry.page_size
         self._trie = Trie(self._page, pairs)
-        self._stride = {group: region.packed.block_stride for group, region in self._memory.regions.items()}
-        self._most_bytes, self.tells = most_bytes, tells or host.settings.verify
-        room = {group: self._memory.pools[group].total for group in (Group.PAGED, Group.WINDOW)}
-        if most_bytes is not None:
-            room = {group: min(total, most_bytes // self._stride[group]) for group, total in room.items()}
-        self.few, self.enough = ({group: total // part for group, total in room.items()} for part in (FEW, ENOUGH))
+        self._units = self._memory.units
+        self._in_tail = self._units.tail(self._page)  # units of a point's window: alike at every page end
+        total, bound = self._memory.pool.total, None if most_bytes is None else most_bytes // self._units.nbytes
+        self._most = total if bound is None else min(total, bound)  # units that may be held here
+        self.tells = tells or host.settings.verify
+        self.few, self.enough = self._most // FEW, self._most // ENOUGH
         self._tried_ahead: Any = None  # all that decided when room was last made ahead
         self.order = EvictionOrder()
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
@@ -78,16 +77,19 @@ class SessionStore:
 
     @property
     def held_bytes(self) -> int:
-        """Counts the bytes of the blocks held here."""
-        return self._pages * self._stride[Group.PAGED] + self._windows * self._stride[Group.WINDOW]
+        """Counts the bytes of the units held here."""
+        return self._held * self._units.nbytes
 
-    def blocks(self) -> dict[Group, Blocks]:
-        """Returns every block held here."""
-        return {
-            Group.PAGED: [page.block for page in self._trie.pages()],
-            Group.WINDOW: [point.window for point in self.order if point.window is not None],
-            Group.REQUEST: [],
-        }
+    @property
+    def _held(self) -> int:
+        return self._pages + self._windows * self._in_tail
+
+    def units(self) -> UnitNumbers:
+        """Returns every unit held here."""
+        return [*(page.unit for page in self._trie.pages()), *self._tails()]
+
+    def _tails(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(point.tail or () for point in self.order)
 
     # ---------------------------------------------------------------------------------------------------- look up
 
@@ -176,7 +178,7 @@ class SessionStore:
         last, keys = (found[-1] if found else last), keys[len(found) :]
         here = last.point if last is not None and not keys else None
         hints = self._allowed(hints, last, len(keys), here)  # before others make room for it
-        if here is not None and (here.window is not None or not window):
+        if here is not None and (here.tail is not None or not window):
             self._again(here, hints)
             return here
         self._trie.used = last  # the points behind it may go
@@ -189,12 +191,12 @@ class SessionStore:
             added = self._add(namespace, last, keys, copy)
             self._windows += window
             way = added if last is None else [last, *added]
-            point = self._put(namespace, way[-1], copy.blocks[Group.WINDOW][0] if window else None, hints)
-            if behind is not None and behind.window is None and behind is not point and self.stands(behind):
+            point = self._put(namespace, way[-1], copy.tail_units if window else None, hints)
+            if behind is not None and behind.tail is None and behind is not point and self.stands(behind):
                 self._let_go(behind, "superseded")
             self._spread(copy, added, point)
             self._unchecked.append((added[0] if added else None, point, copy))
-            nbytes = self._memory.saved_bytes(copy)
+            nbytes = copy.saved_bytes
             copy.hand_over()
             self._tell(copy.tokens, len(added), int(window), nbytes, time.perf_counter() - started)
         finally:
@@ -211,14 +213,13 @@ class SessionStore:
             return False
         last = self._trie.used = behind.page if behind is not None and self.stands(behind) else None
         try:
-            needs = {Group.PAGED: pages, Group.WINDOW: 1}
-            return self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority))
+            return self._find_room(pages + self._in_tail, "room", (hints.rank, hints.priority))
         finally:
             self._done_with(last)
 
     def drop_part(self, point: Point) -> None:
         """Lets pages go that were kept of a prompt before its end, which never came."""
-        if point.window is None and self.stands(point):
+        if point.tail is None and self.stands(point):
             self._let_go(point, "unfinished")
 
     def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
@@ -244,7 +245,7 @@ class SessionStore:
     def pages_of(self, namespace: Hashable, tokens: Any, computed: int) -> Iterator[list[Page]]:
         """Gives the pages here of a request's first ``computed`` tokens; within the context none of them goes.
 
-        A copy that is made in it holds their blocks, and needs no others for these pages.
+        A copy that is made in it holds their units, and needs no others for these pages.
         """
         self._drop_stale()
         doubtful = {page for page, _, _ in self._unchecked}
@@ -258,9 +259,9 @@ class SessionStore:
 
     @staticmethod
     def add_checksums(copy: HostCopy | None, pages: list[Page]) -> None:
-        """Adds those of ``pages``, whose blocks ``copy`` holds beside its own."""
+        """Adds those of ``pages``, the first ones of ``copy``, whose units it holds beside its own."""
         if copy is not None and copy.checksums is not None:
-            copy.checksums |= {(Group.PAGED, page.depth - 1): page.checksum for page in pages}
+            copy.checksums |= {page.depth - 1: page.checksum for page in pages}
 
     def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
         """Keeps the whole pages of a request's copy, so that its next copy need not save them again.
@@ -272,22 +273,21 @@ class SessionStore:
         keys = list(self._trie.keys(tokens, copy.tokens))
         known = self._trie.walk(namespace, keys)
         missing = keys[len(known) :]
-        new = len(missing) * self._stride[Group.PAGED]
-        if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
+        if missing and self._held + len(missing) <= self._most:
             added = self._add(namespace, known[-1] if known else None, missing, copy)
-            self._memory.pools[Group.PAGED].keep([page.block for page in added])
+            self._memory.pool.keep([page.unit for page in added])
             self._spread(copy, added, self._put(namespace, added[-1], None, LAST_RESORT))
 
     def _add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], copy: HostCopy) -> list[Page]:
-        """Adds the pages of ``keys`` behind that page, in the blocks of ``copy``, which still holds them."""
+        """Adds the pages of ``keys`` behind that page, in the units of ``copy``, which still holds them."""
         first = _depth(behind)
-        blocks = copy.blocks_of(first, first + len(keys))
-        self._pages += len(blocks)
-        return self._trie.add(namespace, behind, keys, blocks)
+        units = copy.pages(first, first + len(keys))
+        self._pages += len(units)
+        return self._trie.add(namespace, behind, keys, units)
 
-    def _put(self, namespace: Hashable, page: Page, window: int | None, hints: Hints) -> Point:
+    def _put(self, namespace: Hashable, page: Page, tail: UnitNumbers | None, hints: Hints) -> Point:
         self._made += 1
-        point = Point(page, page.depth * self._page, window, self._made)
+        point = Point(page, page.depth * self._page, tail, self._made)
         self._trie.put(namespace, point)
         self.order.place(point, hints)
         return point
@@ -296,7 +296,7 @@ class SessionStore:
         self.counters.kept(nbytes, seconds)
         if not self.tells:
             return
-        new = pages * self._stride[Group.PAGED] + windows * self._stride[Group.WINDOW]
+        new = (pages + windows * self._in_tail) * self._units.nbytes
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",
             tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
@@ -309,16 +309,16 @@ class SessionStore:
             self._give_back(gone)
 
     def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
-        """Gives each new page the checksum of its block, and the point that of its window."""
+        """Gives each new page the checksum of its unit, and the point those of its window."""
         if copy.checksums is not None:
             for page in added:
-                page.checksum = copy.checksums[Group.PAGED, page.depth - 1]
-            if point.window is not None:
-                point.checksum = copy.checksums[Group.WINDOW, 0]
+                page.checksum = copy.checksums[page.depth - 1 - copy.begins]
+            if point.tail is not None:
+                point.checksums = [copy.checksums[copy.in_pages + number] for number in range(copy.in_tail)]
 
     def _save(self, slots: torch.Tensor, first_page: int, hints: Hints, window: bool) -> HostCopy | None:
-        needs = {Group.PAGED: slots.shape[0] // self._page - first_page, Group.WINDOW: int(window)}
-        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
+        needs = slots.shape[0] // self._page - first_page + self._in_tail * window
+        if not self._find_room(needs, "room", (hints.rank, hints.priority)):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), first_page, window)
@@ -333,18 +333,17 @@ class SessionStore:
 
         Ordered before later work of the current stream. The point stays. Raises as ``CopyService.load``.
         """
-        assert point.window is not None
+        assert point.tail is not None
         path = point.page.path()
-        blocks = {Group.PAGED: [page.block for page in path], Group.WINDOW: [point.window]}
-        checksums: dict[Any, Any] | None = None
-        if point.checksum is not None:
-            checksums = {(Group.PAGED, number): page.checksum for number, page in enumerate(path)}
-            checksums[Group.WINDOW, 0] = point.checksum
-        self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
+        checksums: dict[int, Any] | None = None
+        if point.checksums is not None:
+            checksums = dict(enumerate([*(page.checksum for page in path), *point.checksums]))
+        units = [page.unit for page in path]
+        self._host.load_point(units, point.tail, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
         self.loaded = True
         self.counters.add("verified", int(checksums is not None))
-        return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
+        return (len(path) - first_page + self._in_tail) * self._units.nbytes
 
     def went_on(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
         """Counts a request that has ``tokens`` tokens more of its prefix after a load from ``first_page`` on."""
@@ -371,12 +370,10 @@ class SessionStore:
         """
         if hints.rank not in HELD:
             return hints
-        pools, known = self._memory.pools, [] if last is None else last.path()
+        known = [] if last is None else last.path()
         pages = self.order.held_pages + sum(not page.holds for page in known) + new
         windows = self.order.held_points + (point is None or point.order[0] not in HELD)
-        nbytes = pages * self._stride[Group.PAGED] + windows * self._stride[Group.WINDOW]
-        fits = self._most_bytes is None or 2 * nbytes <= self._most_bytes
-        if fits and 2 * pages <= pools[Group.PAGED].total and 2 * windows <= pools[Group.WINDOW].total:
+        if 2 * (pages + windows * self._in_tail) <= self._most:
             return hints
         self.counters.hinted(((HELD[hints.rank], "full"),))
         return dataclasses.replace(hints, rank=Rank.PLAIN, priority=0, ttl_seconds=None)
@@ -387,80 +384,69 @@ class SessionStore:
             numbers, board = self.order.ended(), self._memory.arena.board
             self.order.expire(numbers if board is None else board.common(numbers))
 
-    def make_room(self, needs: dict[Group, int]) -> None:
-        """Evicts points until a copy finds ``needs``, on each rank; see ``hostmem.memory.Tenant``."""
+    def make_room(self, units: int) -> None:
+        """Evicts points until a copy finds ``units``, on each rank; see ``hostmem.memory.Tenant``."""
         self._expire()
-        self._find_room(needs, None, "retract")
+        self._find_room(units, "retract", for_point=False)
 
     def _evict_ahead(self) -> None:
-        """Lets plain points go before a save needs room, several sessions at once: so it finds neighbouring blocks.
+        """Lets plain points go before a save needs room, several sessions at once: so it finds neighbouring units.
 
         By counts alone, which are the same on all ranks.
         """
-        pools = [self._memory.pools[group] for group in self.few]
-        now = self.order.changes, *((pool.available, pool.idle) for pool in pools)
-        if now != self._tried_ahead and not self._has_room(self.few, self._most_bytes):
-            self._find_room(self.enough, self._most_bytes, "room", (PLAIN.rank, PLAIN.priority))
+        now = self.order.changes, self._memory.pool.available, self._memory.pool.idle
+        if now != self._tried_ahead and not self._has_room(self.few, for_point=True):
+            self._find_room(self.enough, "room", (PLAIN.rank, PLAIN.priority))
             self._tried_ahead = now
 
-    def _has_room(self, needs: dict[Group, int], most_bytes: int | None) -> bool:
-        new = sum(count * self._stride[group] for group, count in needs.items())
-        fits = most_bytes is None or self.held_bytes + new <= most_bytes
-        return fits and self._memory.short_of(needs) is None
+    def _has_room(self, units: int, for_point: bool) -> bool:
+        return self._memory.has_room(units) and (not for_point or self._held + units <= self._most)
 
-    def _find_room(
-        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None
-    ) -> bool:
-        """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
+    def _find_room(self, units: int, reason: str, most: tuple[int, int] | None = None, for_point: bool = True) -> bool:
+        """Evicts points until ``units`` are free, and may be held here if they are ``for_point``.
 
         most: the rank and priority beyond which none is evicted. Returns whether there is room; else none is evicted.
         """
-        if self._has_room(needs, most_bytes):
+        if self._has_room(units, for_point):
             return True
-        points = self._to_evict(needs, most_bytes, most)
+        points = self._to_evict(units, most, for_point)
         for point in points or ():
             self._let_go(point, reason)
         return points is not None
 
-    def _to_evict(
-        self, needs: dict[Group, int], most_bytes: int | None, most: tuple[int, int] | None
-    ) -> list[Point] | None:
+    def _to_evict(self, units: int, most: tuple[int, int] | None, for_point: bool) -> list[Point] | None:
         """Returns the points that make that room, the first to go first; None where all of them are not enough."""
-        pools, stride = self._memory.pools, self._stride
-        missing = {group: count - pools[group].available for group, count in needs.items()}
-        new = sum(count * stride[group] for group, count in needs.items())
-        over = 0 if most_bytes is None else self.held_bytes + new - most_bytes
+        pool = self._memory.pool
+        missing = units - pool.available
+        over = self._held + units - self._most if for_point else 0
         points, found = iter(self.order), list[Point]()
         going, gone = set[Point](), dict[Page, int]()
-        while over > 0 or any(count > 0 for count in missing.values()):
+        while over > 0 or missing > 0:
             point = next(points, None)
             if point is None or (most is not None and point.order > most):
                 return None
-            waits = most_bytes is None and pools[Group.PAGED].is_shared(point.page.block)  # its copy has these blocks
-            if point.window is None and (waits or self._trie.is_used(point.page)):
+            waits = not for_point and pool.is_shared(point.page.unit)  # its copy has these units
+            if point.tail is None and (waits or self._trie.is_used(point.page)):
                 continue  # without it there is no more room
             found.append(point)
             freed = self._trie.freed_with(point, going, gone)
-            if point.window is not None:
-                missing[Group.WINDOW] = missing.get(Group.WINDOW, 0) - 1
-                over -= stride[Group.WINDOW]
-            missing[Group.PAGED] = missing.get(Group.PAGED, 0)
-            missing[Group.PAGED] -= sum(not pools[Group.PAGED].is_shared(page.block) for page in freed)
-            over -= len(freed) * stride[Group.PAGED]
+            tail = len(point.tail or ())
+            missing -= tail + sum(not pool.is_shared(page.unit) for page in freed)
+            over -= tail + len(freed)
         return found
 
     def _let_go(self, point: Point, reason: str) -> None:
         self.order.remove(point)
         self._at.pop(point.node, None)
-        if point.window is not None:
+        if point.tail is not None:
             self._windows -= 1
-            self._memory.pools[Group.WINDOW].forget([point.window])
+            self._memory.pool.forget(point.tail)
             self.counters.add("evicted", 1, reason)
         self._give_back(self._trie.take(point))
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
-        self._memory.pools[Group.PAGED].forget([page.block for page in pages])
+        self._memory.pool.forget([page.unit for page in pages])
 
     def settle(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, drops all points if the weights changed, and makes room ahead.
@@ -516,8 +502,8 @@ class SessionStore:
         self._weights = self._host.context.weight_version()
         if self._windows:
             self.counters.add("evicted", self._windows, reason)
-        self._memory.pools[Group.WINDOW].forget([point.window for point in self.order if point.window is not None])
-        self._memory.pools[Group.PAGED].forget([page.block for page in self._trie.clear()])
+        self._memory.pool.forget([*self._tails()])
+        self._memory.pool.forget([page.unit for page in self._trie.clear()])
         self.order.clear()
         self._at.clear()
         self._pages = self._windows = 0
@@ -527,12 +513,13 @@ class SessionStore:
         """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""
         pages = list(self._trie.pages())
         points = set(self.order)
-        assert sum(point.window is not None for point in points) == self._windows
+        assert sum(point.tail is not None for point in points) == self._windows
+        assert all(len(point.tail) == self._in_tail for point in points if point.tail is not None)
         assert len(pages) == self._pages, (len(pages), self._pages)
         assert points == {page.point for page in pages if page.point is not None}
         assert all(page.children or page.point for page in pages), "a page that nothing needs"
         assert {point: point.node for point in points if point.node is not None} == {
-            point: node for node, point in self._at.items() if point.window is not None
+            point: node for node, point in self._at.items() if point.tail is not None
         }
         assert self._trie.used is None
 

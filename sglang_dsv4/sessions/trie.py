@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
+    """Holds one page of tokens behind ``parent``, in the host unit ``unit``. A namespace's first is no page.
 
     There are a hundred thousand of them, and a collection of garbage looks at each container that they have.
     """
@@ -26,11 +26,11 @@ class Page:
     parent: Page | None
     key: Hashable
     number: int  # of all pages
-    block: int = -1
+    unit: int = -1
     depth: int = 0  # of the first page 1
     children: int = 0
     point: Point | None = None
-    checksum: int | None = None  # of its block, with DSV4_VERIFY
+    checksum: int | None = None  # of its unit, with DSV4_VERIFY
     holds: int = 0  # retained and pinned points that need it, see ``EvictionOrder``
 
     def path(self) -> list[Page]:
@@ -45,7 +45,7 @@ class Page:
 def last_point(page: Page | None) -> Point | None:
     """Returns the last point with a window on the way to ``page``."""
     while page is not None:
-        if page.point is not None and page.point.window is not None:
+        if page.point is not None and page.point.tail is not None:
             return page.point
         page = page.parent
     return None
@@ -55,17 +55,17 @@ def last_point(page: Page | None) -> Point | None:
 class Point:
     """Marks the end of ``page``: there, behind ``tokens`` tokens, a prompt may go on.
 
-    window: its host block; None: the pages alone are kept, for the copy of a request, and no prompt can go on there.
-    number: of all points, in the order in which they were made. order: the rank and priority of its eviction, see
-    ``hints``. checksum: of the window. node: of the engine's prefix tree that ends here, if known.
+    tail: the host units of its window; None: the pages alone are kept, for the copy of a request, and no prompt can go
+    on there. number: of all points, in the order in which they were made. order: the rank and priority of its eviction,
+    see ``hints``. checksums: of the units. node: of the engine's prefix tree that ends here, if known.
     """
 
     page: Page
     tokens: int
-    window: int | None
+    tail: list[int] | None
     number: int
     order: tuple[int, int] = (0, 0)
-    checksum: int | None = None
+    checksums: list[int] | None = None
     node: Hashable = None
 
 
@@ -122,13 +122,13 @@ class Trie:
         """Returns a number that grows when a point with a window comes in ``namespace``."""
         return self._came.get(namespace, 0)
 
-    def add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], blocks: list[int]) -> list[Page]:
-        """Adds pages of ``keys``, none of which is kept, in ``blocks``; returns them. behind: as for ``walk``."""
+    def add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], units: list[int]) -> list[Page]:
+        """Adds pages of ``keys``, none of which is kept, in ``units``; returns them. behind: as for ``walk``."""
         page = behind or self._first.setdefault(namespace, Page(None, namespace, next(self._numbers)))
         added: list[Page] = []
-        for key, block in zip(keys, blocks, strict=True):
+        for key, unit in zip(keys, units, strict=True):
             page.children += 1
-            new = self._pages[page.number, key] = Page(page, key, next(self._numbers), block, page.depth + 1)
+            new = self._pages[page.number, key] = Page(page, key, next(self._numbers), unit, page.depth + 1)
             added.append(new)
             page = new
         return added
@@ -138,7 +138,7 @@ class Trie:
         assert point.page.point is None
         point.page.point = point
         self.version += 1
-        if point.window is not None:
+        if point.tail is not None:
             self._came[namespace] = self.version
 
     def take(self, point: Point) -> list[Page]:

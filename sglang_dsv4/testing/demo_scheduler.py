@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.testing.ledger import Ledger
@@ -30,9 +29,9 @@ def least_pages(longest: int) -> int:
     return -(-(longest + MOST_OUTPUT) // PAGE) + WATCHED
 
 
-def damage(memory: HostMemory, block: int) -> None:
-    """Flips the first byte of that paged block, as a stray writer would."""
-    memory.arena.region[memory.offset(Group.PAGED, block)] ^= 0xFF
+def damage(memory: HostMemory, unit: int) -> None:
+    """Flips the first byte of ``unit``, as a stray writer would."""
+    memory.arena.region[memory.offset(unit)] ^= 0xFF
 
 
 @dataclass(eq=False)
@@ -111,7 +110,7 @@ class Scheduler:
             self.result.save_ms.append((time.perf_counter() - started) * 1e3)
             self.result.saved_bytes += job.copy.nbytes
             if self.corrupt:
-                damage(job.copy.memory, job.copy.blocks[Group.PAGED][0])
+                damage(job.copy.memory, job.copy.units[0])
         self.result.retracts += 1
         Ledger(-1 - job.number & 0xFFFF, len(job.slots)).write(self.pool, job.slots, 0, job.slot)
         self.allocator.free(job.slots)

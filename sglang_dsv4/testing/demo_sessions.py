@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.errors import SettingError, VerifyMismatch
 from sglang_dsv4.sessions.store import SessionStore
@@ -108,7 +107,7 @@ class Conversations:
         last = self._submit(self._tokens(prompt))
         self._world.run()
         if self._corrupt:
-            damage(self._plain.host.memory, self.store.blocks()[Group.PAGED][0])
+            damage(self._plain.host.memory, self.store.units()[0])
         for lost in LOST:
             if self.result.turns < turns:
                 last = self._turn(lost, last)
@@ -145,7 +144,7 @@ class Conversations:
         return [self._rng.randrange(VOCABULARY) for _ in range(count)]
 
     def _empty(self) -> None:
-        """Empties the server; counts every page, slot, copy and host block that stays behind as a leak."""
+        """Empties the server; counts every page, slot, copy and host unit that stays behind as a leak."""
         world, spec, result = self._world, self._world.spec, self.result
         memory = self._plain.host.memory
         world.evict(ALL, ALL)
@@ -154,5 +153,5 @@ class Conversations:
         totals = spec.pages, spec.swa_pages, spec.requests
         left = sum(total - free for total, free in zip(totals, world.totals(), strict=True))
         result.points, flushed = self.store.points, world.flush()  # no session stays behind a flush
-        held = sum(pool.held for pool in memory.pools.values())
+        held = memory.pool.held
         result.leaks = left + held + memory.leaks + memory.copies + self._plain.count + (not flushed)

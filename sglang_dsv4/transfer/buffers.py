@@ -9,7 +9,7 @@ import torch
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Address, Family, Group
-from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.packed import PackedPage
 from sglang_dsv4.residency import Residents
 from triton_ops.copy_pages import PageTable
 from triton_ops.tables import BufferTable, Upload
@@ -84,14 +84,22 @@ class DeviceBuffers:
         """Buffers of the row families, for ``copy_rows``."""
         return BufferTable.of([b for f in self.row_families for b in self.buffers[f.name]], self._upload("rows"))
 
-    def page_table(self, packed: PackedBlock) -> PageTable | None:
-        """Uploads the table of the paged families for ``copy_pages``; None without such a layer. Called once."""
+    @cached_property
+    def page(self) -> PackedPage:
+        """The layout of a page in host memory."""
+        return PackedPage.of(self.families)
+
+    def page_table(self, stride: int) -> PageTable | None:
+        """Uploads the table of the paged families for ``copy_pages``; None without such a layer. Called once.
+
+        stride: bytes of a unit.
+        """
         members = [f for f in self.families if f.group is Group.PAGED and f.layers]
         if not members:
             return None
         buffers = [b for f in members for b in self.buffers[f.name]]
-        offsets = [packed.slot_offset(f, i) for f in members for i in range(len(f.layers))]
-        return PageTable.of(buffers, offsets, packed.block_stride, self._upload("pages"))
+        offsets = [self.page.offset(f, i) for f in members for i in range(len(f.layers))]
+        return PageTable.of(buffers, offsets, stride, self._upload("pages"))
 
     def _upload(self, owner: str) -> Upload:
         return lambda name, table: self.residents.constant(f"transfer.{owner}.{name}", table)

@@ -3,11 +3,11 @@
 Kernels that store to host memory do not reach the speed of the link, and the copy engine cannot gather 62 buffers. So
 the copy engine drains one slot while the next chunk is gathered.
 
-    save:  gather kernel: pages -> slot k       |  copy engine: slot k-1 -> host blocks
-    load:  copy engine: host blocks -> slot k   |  scatter kernel: slot k-1 -> pages
+    save:  gather kernel: pages -> slot k       |  copy engine: slot k-1 -> host units
+    load:  copy engine: host units -> slot k    |  scatter kernel: slot k-1 -> pages
 
 Rows (window and states) go through one row image by a template that lies on the card. Launches: one for the rows and
-one for every SLOT_BYTES of pages of all layers; neighbouring host blocks go in one copy.
+one for every SLOT_BYTES of pages of all layers; neighbouring host units go in one copy.
 
 Order:
 
@@ -21,9 +21,9 @@ locates it; its pages and its row of indices must stay as they are until its las
 their bytes are in ring and row image, and the caller's stream need not wait for the link, but for that of the transfer
 before, which has these first. The answer is asked for later, and the copy of a wrong request is thrown away. A load
 writes nothing before its place is known to be right. The tables that are checked were written when the place was taken,
-so the check need not wait for later work of the caller's stream, perhaps a whole forward. Its blocks are reused only
+so the check need not wait for later work of the caller's stream, perhaps a whole forward. Its units are reused only
 after its event, and later work on the caller's stream sees its bytes. Writers' streams may still write the pages that
-were just handed over (a finished request's last forward). Host blocks are touched in order, on the copy engine's
+were just handed over (a finished request's last forward). Host units are touched in order, on the copy engine's
 stream, which each transfer orders behind the kernels' stream, or on the latter: a transfer that is given up half-way
 cannot touch them after the next one began. Nothing here synchronizes the device.
 """
@@ -32,18 +32,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.hostmem.blocks import Blocks
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory, Run
+from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
 from sglang_dsv4.transfer.locate import NO_SLOT, DeviceSearch, Locator, Request
-from sglang_dsv4.transfer.templates import RowImage, RowTemplates
+from sglang_dsv4.transfer.templates import RowTemplates
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
 from triton_ops.tables import host_words
@@ -56,12 +55,12 @@ SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: a long save's 
 
 
 class _Pages(NamedTuple):
-    """Holds the pages of one transfer, from the request's page ``first`` on, and their host blocks.
+    """Holds the pages of one transfer, from the request's page ``first`` on, and their host units.
 
-    slots: the request's full slots. chunks: (first, past last) block of each.
+    slots: the request's full slots. chunks: (first, past last) unit of each.
     """
 
-    blocks: Blocks
+    units: UnitNumbers
     slots: torch.Tensor
     first: int
     chunks: list[tuple[int, int]]
@@ -71,9 +70,9 @@ class _Pages(NamedTuple):
         first, last = self.chunks[number]
         return range(self.first + first, self.first + last)
 
-    def blocks_of(self, number: int) -> Blocks:
-        """Returns the host blocks of one chunk."""
-        return self.blocks[slice(*self.chunks[number])]
+    def units_of(self, number: int) -> UnitNumbers:
+        """Returns the host units of one chunk."""
+        return self.units[slice(*self.chunks[number])]
 
 
 class Copier:
@@ -90,20 +89,16 @@ class Copier:
     ) -> None:  # fmt: skip
         self._buffers, self._memory, self._writer_streams, self._cuda = buffers, memory, writer_streams, cuda
         self._together = together
-        packed = memory.regions[Group.PAGED].packed
-        self._page_table, self._row_table = buffers.page_table(packed), buffers.row_table
-        self._page, self._stride = buffers.geometry.page_size, packed.block_stride
-        self._chunk = memory.regions[Group.PAGED].chunk
-        self._slot_blocks, self._short_blocks = (
-            max(1, nbytes // self._stride) if self._stride else 1 for nbytes in (SLOT_BYTES, SHORT_BYTES)
-        )
+        self._page, self._unit = buffers.geometry.page_size, memory.units.nbytes
+        self._page_table, self._row_table = buffers.page_table(self._unit), buffers.row_table
+        self._slot_units, self._short_units = (max(1, nbytes // self._unit) for nbytes in (SLOT_BYTES, SHORT_BYTES))
         device = buffers.device
         self._device = device.index
-        self._row_image, self._templates = RowImage(memory), RowTemplates(buffers, memory)
-        self._image = _words(self._row_image.nbytes, device)
-        self._slots = [_words(self._slot_blocks * self._stride, device) for _ in range(SLOTS)]
+        self._templates = RowTemplates(buffers)
+        self._image = _words(memory.units.longest_tail * self._unit, device)
+        slots = SLOTS if self._page_table is not None else 0
+        self._slots = [_words(self._slot_units * self._unit, device) for _ in range(slots)]
         self._arena = memory.arena.region.data_ptr()
-        self._blocks_start = self._arena + memory.regions[Group.PAGED].start
         self._locator = Locator(buffers, cuda)
         self._kernels, self._engine, self._finder = cuda.Stream(device), cuda.Stream(device), cuda.Stream(device)
         self._filled = [cuda.Event() for _ in range(SLOTS)]  # slot k may be read
@@ -137,9 +132,9 @@ class Copier:
         Until ``copy.lease.gathered`` the request's pages and its indices must not be written. The returned search tells
         whether the request was right; the copy of a wrong one is worthless.
         """
-        outer, first = self._cuda.current_stream(self._device), copy.share.first
-        blocks = copy.blocks_of(first, copy.share.last)
-        pages, search = _Pages(blocks, request.indices, first, self._chunks(len(blocks), save=True)), None
+        outer, share = self._cuda.current_stream(self._device), copy.page_share
+        units, rows = copy.pages(share.start, share.stop), copy.tail_share
+        pages, search = _Pages(units, request.indices, share.start, self._chunks(len(units), save=True)), None
         link = self._engine if len(pages.chunks) > 1 else self._kernels
         try:
             self._wait_for(outer)
@@ -147,21 +142,21 @@ class Copier:
             if link is self._engine:  # it works by now, while the host goes on
                 self._drain(pages, 0, link)
             search = self._locator.start(request, outer)
-            if request.window:
+            if rows:
                 search.comes_before(self._kernels)  # the rows follow the page numbers
                 self._copy_rows(copy.tokens, search.page_numbers, save=True)
             if link is self._kernels:
                 self._note_gathered(copy)
                 self._drain(pages, 0, link)
-            if request.window:
+            if rows:
                 self._follow(self._image_filled, link)
-                self._copy_image(copy, link, save=True)
+                self._copy_image(copy.tail_runs(rows), link, save=True)
             for number in range(1, len(pages.chunks)):
                 self._gather(pages, number, link)
                 self._drain(pages, number, link)
             if link is self._engine:
                 self._note_gathered(copy)
-        finally:  # work enqueued before an error still writes to the blocks
+        finally:  # work enqueued before an error still writes to the units
             self._end(copy, search, link)
         return search
 
@@ -176,15 +171,15 @@ class Copier:
         first_page: of the paged families only the pages from this one on are written; those before it are shared.
         Raises IndexMismatch, WindowNotMapped, or the error of ``together``; nothing was written then.
         """
-        outer, blocks = self._cuda.current_stream(self._device), copy.blocks_of(first_page)
-        pages, search = _Pages(blocks, request.indices, first_page, self._chunks(len(blocks), save=False)), None
+        outer, units = self._cuda.current_stream(self._device), copy.pages(first_page)
+        pages, search = _Pages(units, request.indices, first_page, self._chunks(len(units), save=False)), None
         if not self._place_taken:
             self._taken.record(outer)
         self._place_taken = False
         try:
             self._image_emptied.record(self._kernels)
             self._engine.wait_event(self._image_emptied)  # the transfer before this one read slots and image
-            self._copy_image(copy, self._engine, save=False)
+            self._copy_image(copy.tail_runs(), self._engine, save=False)
             self._image_filled.record(self._engine)
             for number in range(min(SLOTS, len(pages.chunks))):
                 self._fill(pages, number)
@@ -212,7 +207,7 @@ class Copier:
             link.wait_event(filled)
 
     def _end(self, copy: HostCopy, search: DeviceSearch | None, link: Any) -> Any:
-        """Records the event after the whole transfer; until then the copy's blocks are in use.
+        """Records the event after the whole transfer; until then the copy's units are in use.
 
         The next transfer's kernels come after it, and own slots and row image from then on.
         """
@@ -240,17 +235,17 @@ class Copier:
             self._follow(self._filled[slot], link)
 
     def _drain(self, pages: _Pages, number: int, link: Any) -> None:
-        """Sends one chunk of a save, if there is one, to its host blocks by ``link``."""
+        """Sends one chunk of a save, if there is one, to its host units by ``link``."""
         if number < len(pages.chunks):
             slot = number % SLOTS
-            self._copy_slot(slot, pages.blocks_of(number), link, save=True)
+            self._copy_slot(slot, pages.units_of(number), link, save=True)
             if number + SLOTS < len(pages.chunks):
                 self._emptied[slot].record(link)
 
     def _fill(self, pages: _Pages, number: int) -> None:
-        """Brings one chunk of a load from its host blocks to its slot."""
+        """Brings one chunk of a load from its host units to its slot."""
         slot = number % SLOTS
-        self._copy_slot(slot, pages.blocks_of(number), self._engine, save=False)
+        self._copy_slot(slot, pages.units_of(number), self._engine, save=False)
         self._filled[slot].record(self._engine)
 
     def _scatter(self, pages: _Pages, number: int) -> None:
@@ -264,13 +259,13 @@ class Copier:
             self._fill(pages, number + SLOTS)
 
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
-        """Lists (first, past last) block of each chunk, in order.
+        """Lists (first, past last) unit of each chunk, in order.
 
         A save of less than two short chunks is one: the other takes the host longer than what it hides of the gather.
         """
         if self._page_table is None or not count:
             return []
-        step, short = self._slot_blocks, min(count, self._short_blocks)
+        step, short = self._slot_units, min(count, self._short_units)
         if save and count < min(2 * short, step):
             return [(0, count)]
         inner = range(short, count, step) if save else (*range(step, count - short, step), count - short)
@@ -289,17 +284,17 @@ class Copier:
             return
         copy_pages(self._page_table, self._slots[slot], slots, self._page, save, pages, self._kernels.cuda_stream)
 
-    def _copy_image(self, copy: HostCopy, link: Any, save: bool) -> None:
-        """Copies window and request block between arena and row image; of the latter the live rows alone."""
-        for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
-            _enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, link, save)
+    def _copy_image(self, runs: Iterable[Run], link: Any, save: bool) -> None:
+        """Copies parts of the tail between arena and row image."""
+        for run in runs:
+            _enqueue(self._arena + run.arena, self._image.data_ptr() + run.start, run.nbytes, link, save)
 
-    def _copy_slot(self, slot: int, blocks: Blocks, link: Any, save: bool) -> None:
-        """Copies block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
-        memory, stride = self._slots[slot].data_ptr(), self._stride
-        for first, last in _runs(blocks, self._chunk):
-            host = self._blocks_start + blocks[first] * stride
-            _enqueue(host, memory + first * stride, (last - first) * stride, link, save)
+    def _copy_slot(self, slot: int, units: UnitNumbers, link: Any, save: bool) -> None:
+        """Copies page i of the slot to or from host unit units[i]; neighbouring host units go in one copy."""
+        memory, size = self._slots[slot].data_ptr(), self._unit
+        for first, last in self._memory.runs(units):
+            host = self._arena + self._memory.offset(units[first])
+            _enqueue(host, memory + first * size, (last - first) * size, link, save)
 
 
 def _enqueue(host: int, device: int, nbytes: int, link: Any, save: bool) -> None:
@@ -318,10 +313,3 @@ def _finish(*streams: Any) -> None:
 def _words(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocates device memory as int64 words."""
     return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
-
-
-def _runs(blocks: list[int], chunk: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, past last) index of each run of neighbours in ``blocks``, cut at chunks."""
-    pairs = enumerate(itertools.pairwise(blocks), 1)
-    breaks = [at for at, (before, block) in pairs if block != before + 1 or block % chunk == 0]
-    return itertools.pairwise([0, *breaks, len(blocks)])

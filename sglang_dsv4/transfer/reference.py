@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.packed import Tail
 from sglang_dsv4.cache.rows import Spans, find_spans
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -25,6 +26,7 @@ class Piece(NamedTuple):
     """Pairs the host and device bytes of one plane of one span in one layer, or of a whole page.
 
     host, device: uint8 [rows, bytes a row], views. A whole page is one row. layer, plane, span: numbers in the family.
+    number: of its unit among the copy's; None of a piece of the tail. at: its offset in that.
     """
 
     spans: Spans
@@ -33,6 +35,22 @@ class Piece(NamedTuple):
     span: int
     host: torch.Tensor
     device: torch.Tensor
+    number: int | None
+    at: int
+
+
+def tail_image(copy: HostCopy) -> torch.Tensor:
+    """Returns the bytes of the tail of ``copy``, put together from its units: 1-D uint8, a copy of them."""
+    image = torch.zeros(copy.in_tail * copy.memory.units.nbytes, dtype=torch.uint8)
+    for run in copy.tail_runs():
+        image[run.start : run.start + run.nbytes] = copy.memory.arena.region[run.arena : run.arena + run.nbytes]
+    return image
+
+
+def put_tail(copy: HostCopy, image: torch.Tensor, part: range | None = None) -> None:
+    """Writes the bytes of ``image`` to the units ``part`` of the tail of ``copy``; None: to all."""
+    for run in copy.tail_runs(part):
+        copy.memory.arena.region[run.arena : run.arena + run.nbytes] = image[run.start : run.start + run.nbytes]
 
 
 def find_request_spans(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
@@ -43,41 +61,46 @@ def find_request_spans(buffers: DeviceBuffers, request: Request) -> tuple[Spans,
 
 def from_page(spans_of: tuple[Spans, ...], first_page: int) -> tuple[Spans, ...]:
     """Drops the whole pages before ``first_page``."""
-    return tuple(_without_blocks(spans, first_page) if spans.family.whole_pages else spans for spans in spans_of)
+    return tuple(_without_pages(spans, first_page) if spans.family.whole_pages else spans for spans in spans_of)
 
 
-def _without_blocks(spans: Spans, first: int) -> Spans:
-    kept = spans.blocks >= first
-    columns = ("pages", "rows", "counts", "blocks", "host_rows", "positions")
+def _without_pages(spans: Spans, first: int) -> Spans:
+    kept = spans.copy_pages >= first
+    columns = ("pages", "rows", "counts", "copy_pages", "live_rows", "positions")
     return dataclasses.replace(spans, **{name: getattr(spans, name)[kept] for name in columns})
 
 
-def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Iterator[Piece]:
-    """Yields every piece of ``copy``, beside its place on the device."""
+def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...], image: torch.Tensor) -> Iterator[Piece]:
+    """Yields every piece of ``copy``, beside its place on the device. image: of its tail; the pieces view it."""
+    tail = copy.memory.tail(copy.tokens)
     for spans in spans_of:
-        family = spans.family
-        packed = copy.memory.regions[family.group].packed
-        region = copy.memory.region_tensor(family.group)
-        blocks, begins = copy.blocks[family.group], copy.begins if family.whole_pages else 0
-        for layer, buffer in enumerate(buffers.buffers[family.name]):
+        for layer, buffer in enumerate(buffers.buffers[spans.family.name]):
             memory = buffer.view(-1)
-            for span, (page, row, count, block, host_row) in enumerate(_fields(spans)):
-                start = page * family.page_bytes
-                if family.whole_pages:
-                    at = blocks[block - begins] * packed.block_stride + packed.slot_offset(family, layer)
-                    here = region[at : at + family.page_bytes].view(1, -1)
-                    yield Piece(spans, layer, 0, span, here, memory[start : start + family.page_bytes].view(1, -1))
-                    continue
-                for number, plane in enumerate(family.planes):
-                    at = start + family.row_offset(number, row)
-                    there = memory[at : at + count * plane.row_bytes].view(count, plane.row_bytes)
-                    here = packed.view(region, blocks[block], family, layer, number)[host_row : host_row + count]
-                    yield Piece(spans, layer, number, span, here, there)
+            if spans.family.whole_pages:
+                yield from _pages(buffers, copy, spans, layer, memory)
+            else:
+                yield from _rows(tail, spans, layer, memory, image)
 
 
-def _fields(spans: Spans) -> Iterator[tuple[int, int, int, int, int]]:
-    columns = (spans.pages, spans.rows, spans.counts, spans.blocks, spans.host_rows)
-    return zip(*(column.tolist() for column in columns), strict=True)
+def _pages(buffers: DeviceBuffers, copy: HostCopy, spans: Spans, layer: int, memory: torch.Tensor) -> Iterator[Piece]:
+    family, at = spans.family, buffers.page.offset(spans.family, layer)
+    for span, (page, number) in enumerate(zip(spans.pages.tolist(), spans.copy_pages.tolist(), strict=True)):
+        index = number - copy.begins
+        here = copy.memory.bytes_of(copy.units[index])[at : at + family.page_bytes].view(1, -1)
+        start = page * family.page_bytes
+        there = memory[start : start + family.page_bytes].view(1, -1)
+        yield Piece(spans, layer, 0, span, here, there, index, at)
+
+
+def _rows(tail: Tail, spans: Spans, layer: int, memory: torch.Tensor, image: torch.Tensor) -> Iterator[Piece]:
+    family = spans.family
+    columns = (spans.pages, spans.rows, spans.counts, spans.live_rows)
+    for span, (page, row, count, live) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        for plane, piece in enumerate(family.planes):
+            start = page * family.page_bytes + family.row_offset(plane, row)
+            at, nbytes = tail.offset(family, layer, plane, live), count * piece.row_bytes
+            here, there = image[at:][:nbytes].view(count, -1), memory[start:][:nbytes].view(count, -1)
+            yield Piece(spans, layer, plane, span, here, there, None, at)
 
 
 class ReferenceCopier:
@@ -94,9 +117,11 @@ class ReferenceCopier:
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
         """Saves as ``Copier.save``; a wrong request raises at once."""
         spans_of = from_page(find_request_spans(self._buffers, request), copy.first_page)
-        for piece in pieces(self._buffers, copy, spans_of):
-            if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
+        image = tail_image(copy)
+        for piece in pieces(self._buffers, copy, spans_of, image):
+            if piece.number is None or piece.number in copy.share:
                 piece.host.copy_(piece.device)
+        put_tail(copy, image, copy.tail_share)
         return None
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
@@ -108,7 +133,7 @@ class ReferenceCopier:
         for spans in spans_of:
             if spans.family.group is Group.REQUEST and request.slot != NO_SLOT:
                 self._reset(spans, request.slot)
-        for piece in pieces(self._buffers, copy, spans_of):
+        for piece in pieces(self._buffers, copy, spans_of, tail_image(copy)):
             piece.device.copy_(piece.host)
 
     def place_taken(self) -> None:

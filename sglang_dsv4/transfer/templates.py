@@ -4,13 +4,12 @@ The live rows depend on the length alone, from one period on on its remainder. P
 retract's host time. A transfer names a template and three page numbers: the request's slot and the SWA pages of its
 window's first and second page.
 
-The rows of a copy are moved through its *row image*: its window block followed by its request block.
+The rows of a copy are moved through its *row image*: its tail, put together from its units.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +17,8 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.packed import Tail
 from sglang_dsv4.cache.rows import Int64s, Place, Spans, find_spans, segments
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from triton_ops.copy_rows import EMPTY, FIELDS
 
@@ -41,11 +40,11 @@ class RowTemplate(NamedTuple):
 class RowTemplates:
     """Holds the template of every length, for saves and loads: about a thousand, half a megabyte on the card."""
 
-    def __init__(self, buffers: DeviceBuffers, memory: HostMemory) -> None:
+    def __init__(self, buffers: DeviceBuffers) -> None:
         rings = (family.rows for family in buffers.row_families if family.group is Group.REQUEST)
         self._period = math.lcm(buffers.geometry.page_size, *rings)
         cases = [(save, tokens) for save in (True, False) for tokens in range(2 * self._period)]
-        planned = [build_template(buffers, memory, tokens, save) for save, tokens in cases]
+        planned = [build_template(buffers, tokens, save) for save, tokens in cases]
         card = buffers.residents.constant("transfer.row_templates", torch.from_numpy(np.concatenate(planned)))
         self._templates: dict[tuple[bool, int], RowTemplate] = {}
         first = 0
@@ -64,7 +63,7 @@ def _bounds(table: Int64s) -> tuple[int, int]:
     return int(table[:, _LAYERS].max()), int((table[:, _ROWS] * table[:, _ROW_BYTES]).max())
 
 
-def build_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
+def build_template(buffers: DeviceBuffers, tokens: int, save: bool) -> Int64s:
     """Builds the segments of ``tokens`` tokens: int64 [n, 10], host offsets counted in the row image.
 
     A load resets the other rows of the slot's state rings: they are the previous owner's, and with speculation they can
@@ -74,21 +73,21 @@ def build_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save
     first = window_start(buffers.geometry, tokens)
     swa = np.arange(first, tokens, dtype=np.int64) + (_SAMPLE_PAGE - first // page) * page
     place = Place(tokens, np.zeros(-(-tokens // page), np.int64), swa, _SAMPLE_SLOT)
-    rows: list[tuple[int, ...]] = []
+    tail, rows = Tail.of(buffers.families, tokens), list[tuple[int, ...]]()
     for spans in find_spans(buffers.geometry, buffers.families, place):
         family = spans.family
         if family.whole_pages or not family.layers:
             continue
-        rows += _segments(buffers, memory, spans)
+        rows += _segments(buffers, tail, spans)
         if family.group is Group.REQUEST and not save:
             rows += _resets(buffers, spans)
     return np.array(rows, dtype=np.int64).reshape(-1, len(FIELDS))
 
 
-def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[tuple[int, ...]]:
+def _segments(buffers: DeviceBuffers, tail: Tail, spans: Spans) -> list[tuple[int, ...]]:
     """Builds one segment a span and plane, in the order of FIELDS."""
-    family, runs = spans.family, segments(spans)
-    start = RowImage(memory).start[family.group] + memory.regions[family.group].packed.slot_offset(family, 0)
+    family, runs = spans.family, segments(spans, tail)
+    start, stride = tail.offset(family, 0, 0), tail.layer_bytes(family)
     found: list[tuple[int, ...]] = []
     for number, (device, host, rows) in enumerate(
         zip(runs.device.tolist(), runs.host.tolist(), runs.rows.tolist(), strict=True)
@@ -98,8 +97,7 @@ def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[
         follows, in_page = divmod(device, family.page_bytes)
         found.append((
             buffers.first_row_buffer[family.name], len(family.layers), in_page, start + host,
-            family.host_layer_stride, rows, family.planes[plane].row_bytes, family.host_row_stride(plane),
-            follows, family.page_bytes,
+            stride, rows, family.planes[plane].row_bytes, family.planes[plane].row_bytes, follows, family.page_bytes,
         ))  # fmt: skip
     return found
 
@@ -126,27 +124,3 @@ def rows_without(spans: Spans) -> list[tuple[int, int]]:
             found.append((at, row - at))
         at = row + count
     return found
-
-
-class RowImage:
-    """Lays out the row image: the window block, then the request block."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        window, request = (memory.regions[group].packed for group in (Group.WINDOW, Group.REQUEST))
-        self.start = {Group.WINDOW: 0, Group.REQUEST: window.block_stride}
-        self.nbytes = window.block_stride + request.block_stride
-        self._memory, self._window_bytes = memory, window.payload_end
-        # Row by row, the layers in turn: the pending rows are one run a family.
-        self._pending = [(f, request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
-
-    def runs(self, copy: HostCopy, groups: Collection[Group] = tuple(Group)) -> list[tuple[int, int, int]]:
-        """Lists (arena offset, row image offset, bytes) of the live runs in the blocks of ``groups``."""
-        found, tokens, blocks = [], copy.tokens, copy.blocks
-        if Group.WINDOW in groups and tokens and len(blocks[Group.WINDOW]):
-            found.append((self._memory.offset(Group.WINDOW, blocks[Group.WINDOW][0]), 0, self._window_bytes))
-        if Group.REQUEST in groups and self._pending and len(blocks[Group.REQUEST]):
-            block, start = self._memory.offset(Group.REQUEST, blocks[Group.REQUEST][0]), self.start[Group.REQUEST]
-            for family, first, width in self._pending:
-                if rows := tokens - family.live_from(tokens):
-                    found.append((block + first, start + first, rows * width))
-        return found

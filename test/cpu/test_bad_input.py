@@ -53,7 +53,7 @@ def test_a_pool_without_a_map_is_refused():
     pool.host.memory.close()
 
 
-def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):
+def test_a_transfer_that_fails_gives_the_units_back(monkeypatch):
     world = make_world(pages=10)
     monkeypatch.setattr(world.pool.host._copier, "save", mock.Mock(side_effect=RuntimeError))
     with pytest.raises(RuntimeError):
@@ -68,7 +68,7 @@ def test_a_copy_whose_load_was_refused_is_gone_with_its_request():
     _, _, copy = saved(world, tokens=700)
     with pytest.raises(IndexMismatch):
         world.pool.load_cpu_copy(copy, torch.full((700,), 256), req_pool_index=2)
-    del copy  # no cycle of a traceback keeps its blocks until the next collection
+    del copy  # no cycle of a traceback keeps its units until the next collection
     memory = world.pool.host.memory
     assert (memory.copies, memory.held_bytes) == (0, 0)
 

@@ -113,4 +113,4 @@ def test_a_corrupted_session_is_found(capsys, monkeypatch, verify, found):
 def test_a_page_that_stays_behind_is_a_leak(capsys, monkeypatch):
     monkeypatch.setattr(SessionStore, "clear", lambda *_: None)
     assert ended(["--sessions", "--requests", "1"]) == 1
-    assert "leaked pages, slots, copies or blocks: 0" not in capsys.readouterr().out
+    assert "leaked pages, slots, copies or units: 0" not in capsys.readouterr().out

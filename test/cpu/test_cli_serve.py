@@ -55,7 +55,7 @@ def refusal(start, capsys):
 
 def test_it_becomes_the_server(start, monkeypatch):
     monkeypatch.setenv("DSV4_HOST_GB", "3")  # an option wins
-    monkeypatch.setenv("DSV4_HOST_COPIES", "5")  # this one stays
+    monkeypatch.setenv("DSV4_SESSIONS", "5")  # this one stays
     monkeypatch.setenv(MODELS, "sglang_dsv4.models")  # may be set already
     file, command, environ = start(
         "--dsv4-host-gb", "12", "--model-path", "some model", "--dsv4-verify", "-tp", "8", "--dsv4-transfer=torch",
@@ -72,7 +72,7 @@ def test_it_becomes_the_server(start, monkeypatch):
 
 def test_every_setting_is_an_option(start):
     other = {
-        "enabled": "0", "host_gb": "2", "host_copies": "2", "transfer": "torch", "prep": "off", "plain": "off",
+        "enabled": "0", "host_gb": "2", "transfer": "torch", "prep": "off", "plain": "off",
         "share": "off", "sessions": "auto", "layout": "page-major", "verify": "1",
     }  # fmt: skip
     for name, setting in TABLE.items():

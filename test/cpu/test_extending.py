@@ -70,7 +70,7 @@ def extend(monkeypatch) -> Callable[..., builders.Served]:
 
     def world(layout: str = "V4") -> builders.Served:
         monkeypatch.setenv("DSV4_LAYOUT", "page-major" if layout == "page-major" else "stock")
-        return builders.served(**LAYOUTS[layout])
+        return builders.served(units=400, **LAYOUTS[layout])
 
     monkeypatch.setattr(builders, "make_pool", make)
     return world
@@ -157,7 +157,7 @@ def ratio_16(request, monkeypatch) -> builders.Served:
         return pool
 
     monkeypatch.setattr(builders, "make_pool", make)
-    return builders.served(ratios, sources=TINY41_SOURCES if ratios == TINY41_RATIOS else ())
+    return builders.served(ratios, units=400, sources=TINY41_SOURCES if ratios == TINY41_RATIOS else ())
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

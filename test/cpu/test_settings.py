@@ -23,9 +23,8 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
     ("name", "text", "value"),
     [
         ("enabled", "1", True), ("host_gb", "auto", None), ("host_gb", "12", 12.0), ("host_gb", "1048575", 1_048_575.0),
-        ("host_copies", "auto", None), ("host_copies", "4096", 4096), ("transfer", "torch", "torch"),
-        ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"), ("plain", "off", "off"),
-        ("sessions", "auto", None), ("sessions", "off", 0.0), ("sessions", "12.5", 12.5),
+        ("transfer", "torch", "torch"), ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"),
+        ("plain", "off", "off"), ("sessions", "auto", None), ("sessions", "off", 0.0), ("sessions", "12.5", 12.5),
     ],
 )  # fmt: skip
 def test_good_values(name, text, value):
@@ -41,7 +40,6 @@ def test_good_values(name, text, value):
         ("DSV4_VERIFY", ("", "2", "on", "False")),
         ("DSV4_HOST_GB", ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
         ("DSV4_SESSIONS", ("", "0", "-1", "nan", "inf", "on", "Off", "8GB")),
-        ("DSV4_HOST_COPIES", ("", "0", "-3", "1.5", "many", "AUTO", "1e3", "nan")),
         ("DSV4_TRANSFER", ("", "cuda", "staged", "Torch", "torch,auto", "0")),
         ("DSV4_PREP", ("", "Off", "1", "stream", "graph")),
     ],
@@ -59,7 +57,7 @@ def test_bad_values_are_refused_by_name(variable, texts):
         ("DSV4_HOST_GIB", "DSV4_HOST_GB"), ("DSV4_HOSTGB", "DSV4_HOST_GB"), ("DSV4_HOST_GBS", "DSV4_HOST_GB"),
         ("DSV4_host_gb", "DSV4_HOST_GB"), ("DSV4_HOST_GB_PER_RANK", "DSV4_HOST_GB"), ("DSV4_HOST", "DSV4_HOST_GB"),
         ("DSV4_VERIFY_", "DSV4_VERIFY"), ("DSV4_VERIFIES", "DSV4_VERIFY"), ("DSV4_ENABLE", "DSV4_ENABLED"),
-        ("DSV4_TRANFSER", "DSV4_TRANSFER"), ("DSV4_HOST_COPY", "DSV4_HOST_COPIES"),
+        ("DSV4_TRANFSER", "DSV4_TRANSFER"),
     ],
 )  # fmt: skip
 def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(given, meant):
@@ -67,8 +65,8 @@ def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(given, meant):
         read_settings({given: "1", "DSV4_VERIFY": "1"})
 
 
-@pytest.mark.parametrize("name", ["DSV4_DEPLOYMENT", "DSV4_MODEL_PATH", "DSV4_", "DSV4_NAMESPACE"])
-def test_a_name_of_somebody_else_is_warned_of_once_and_left_alone(caplog, name):
+@pytest.mark.parametrize("name", ["DSV4_DEPLOYMENT", "DSV4_MODEL_PATH", "DSV4_", "DSV4_NAMESPACE", "DSV4_HOST_COPIES"])
+def test_a_name_of_somebody_else_or_of_before_is_warned_of_once_and_left_alone(caplog, name):
     settings._warn_unknown.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert read_settings({name: "x", "DSV4_VERIFY": "1"}) == Settings(verify=True)
@@ -91,7 +89,7 @@ def service_links(prefix):
 @pytest.mark.parametrize("service", ["DSV4_DECODE", "DSV4", "DSV4_HOST", "DSV4_PREP", "DSV4_V4_FLASH"])
 def test_the_variables_of_a_kubernetes_service_are_passed_over(caplog, service):
     with caplog.at_level(logging.DEBUG):
-        assert read_settings({**service_links(service), "DSV4_HOST_COPIES": "3"}) == Settings(host_copies=3)
+        assert read_settings({**service_links(service), "DSV4_HOST_GB": "3"}) == Settings(host_gb=3)
     assert not unknown_names(service_links(service))
     assert not caplog.records
 
@@ -104,8 +102,8 @@ def test_switched_off_nothing_else_is_looked_at(other):
 
 
 def test_the_process_environment_is_the_default_and_switched_off_no_hook_hears_of_it(monkeypatch):
-    monkeypatch.setenv("DSV4_HOST_COPIES", "7")
-    assert read_settings().host_copies == 7
+    monkeypatch.setenv("DSV4_HOST_GB", "7")
+    assert read_settings().host_gb == 7
     for name, text in {"DSV4_ENABLED": "0", "DSV4_HOST_GB": "64GB", "DSV4_HOSTGB": "1"}.items():
         monkeypatch.setenv(name, text)
     landing = install._install()

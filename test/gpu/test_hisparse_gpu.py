@@ -42,7 +42,7 @@ class Kept(Subject):
             token_to_kv_pool_allocator=allocator, top_k=HOT, device_buffer_size=HOT, device=device, tp_group=None,
         )  # fmt: skip
         self.kept = self.pool.kept_rows
-        self.host = self.pool.attach_host(Settings(host_gb=0.5, host_copies=8))
+        self.host = self.pool.attach_host(Settings(host_gb=0.5))
         for buffers in (*self.host.buffers.buffers.values(), self.coordinator.mem_pool_host.kv_buffer):
             for buffer in buffers:
                 buffer.random_(0, 256)

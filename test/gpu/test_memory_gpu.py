@@ -9,9 +9,7 @@ import oracle
 import torch
 from pool_fixture import make_world
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.residency import Residents
-from sglang_dsv4.transfer.templates import RowImage
 
 
 def test_an_upload_is_on_the_card_for_every_stream():
@@ -41,7 +39,7 @@ def to_device(run: Callable[[], Any], folder: Any) -> list[int]:
 
 
 def test_the_link_carries_nothing_but_the_copy(tmp_path):
-    """A save sends nothing to the card, a load the bytes of its blocks; the first one of its length like the others."""
+    """A save sends nothing to the card, a load the bytes of its units; the first one of its length like the others."""
     world = make_world(device="cuda")
     memory = world.pool.host.memory
     world.leave(world.start(1, 700))  # the allocator's own first tables
@@ -52,12 +50,11 @@ def test_the_link_carries_nothing_but_the_copy(tmp_path):
         saved = to_device(lambda s=slots, c=copies: c.append(world.pool.get_cpu_copy(s, req_pool_index=1)), tmp_path)
         world.leave(request)
         (copy,) = copies
-        blocks, stride = len(copy.blocks[Group.PAGED]), memory.regions[Group.PAGED].packed.block_stride
-        rows = sum(nbytes for _, _, nbytes in RowImage(memory).runs(copy))
+        pages, tail = copy.in_pages * memory.units.nbytes, sum(run.nbytes for run in copy.tail_runs())
         again = oracle.Request(oracle.resume(world.allocator, tokens), 2, tokens)
         slots = again.slots.to(torch.int32)
         torch.cuda.synchronize()
         loaded = to_device(lambda s=slots, c=copy: world.pool.load_cpu_copy(c, s, req_pool_index=2), tmp_path)
         assert saved == []
-        assert sum(loaded) == blocks * stride + rows
+        assert sum(loaded) == pages + tail
         world.leave(again)

@@ -8,11 +8,11 @@ import oracle
 import torch
 from guarded import DEVICE, POISON
 
-from sglang_dsv4.cache.families import Geometry
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.rows import Place, Spans, find_spans
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools.describe import DraftPool, describe
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -39,11 +39,15 @@ class FakeEvent:
 # ------------------------------------------------------------------------------- host memory, requests
 
 
-def host_memory(blocks: int = 8, copies: int = 3) -> tuple[HostMemory, Geometry]:
-    """Returns host memory of ``blocks`` token blocks and room for ``copies`` copies."""
+def room_for(units: Units, *lengths: int) -> float:
+    """Returns the least DSV4_HOST_GB that holds copies of ``lengths`` tokens at once."""
+    return max(sum(map(units.count, lengths)), units.least) * units.nbytes / 2**30
+
+
+def host_memory(count: int = 64) -> tuple[HostMemory, Geometry]:
+    """Returns host memory of ``count`` units."""
     g = Geometry(SMALL_RATIOS)
-    counts = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
-    return HostMemory(init_groups(g), counts, pin=False), g
+    return HostMemory(families(g), ArenaSize(Units.of(g), count), pin=False), g
 
 
 def place(tokens: int, seed: int = 0, slot: int = 2, reach: int = 127, page: int = 256) -> Place:
@@ -96,18 +100,15 @@ class Served:
         return find_spans(self.side.geometry, self.side.families, self.place(request))
 
 
-def served(
-    ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, draft: int = 0, **spec: Any
-) -> Served:
-    """Returns a real pool, and host memory not attached to it. draft: rows that a draft model reads; 0: none."""
+def served(ratios: tuple[int, ...] = SMALL_RATIOS, units: int = 64, draft: int = 0, **spec: Any) -> Served:
+    """Returns a real pool, and host memory of ``units`` not attached to it. draft: rows that a draft model reads."""
     made = PoolSpec(ratios, **{"pages": 9, "swa_pages": 9, "requests": 4, "device": DEVICE, **spec})
     pool = make_pool(made)
     allocator = make_allocator(made, pool)
     beside = oracle.DraftBeside(make_draft_pool(made, allocator), draft) if draft else None
     pool.draft_beside = beside
     side = describe(pool, draft=beside and DraftPool(beside.pool, beside.rows))
-    counts = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
-    memory = HostMemory(init_groups(side.geometry), counts, pin=DEVICE == "cuda")
+    memory = HostMemory(side.families, ArenaSize(Units.of(side.geometry), units), pin=DEVICE == "cuda")
     memory.arena.region.fill_(POISON)
     return Served(pool, allocator, side, memory)
 

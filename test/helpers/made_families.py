@@ -44,20 +44,20 @@ def made(draw, g: Geometry) -> tuple[Family, ...]:
     return (
         Family(
             name="made_paged", group=Group.PAGED, layers=draw(LAYERS), ratio=ratio, rows=rows,
-            planes=stacked(rows, *paged), page_bytes=padded, host_rows=rows,
+            planes=stacked(rows, *paged), page_bytes=padded,
         ),
         Family(
             name="made_window", group=Group.WINDOW, layers=draw(LAYERS), ratio=1, rows=page,
-            planes=stacked(page // tiles, *window), page_bytes=tiles * wide, host_rows=g.window, period=1,
+            planes=stacked(page // tiles, *window), page_bytes=tiles * wide, period=1,
             lag=g.window - 1, tiles=tiles,
         ),
         Family(
             name="made_ring", group=Group.WINDOW, layers=draw(LAYERS), ratio=1, rows=short,
-            planes=stacked(short, *ring), page_bytes=short * sum(ring), host_rows=8, period=4, lag=4, ring=True,
+            planes=stacked(short, *ring), page_bytes=short * sum(ring), period=4, lag=4, ring=True,
         ),
         Family(
             name="made_request", group=Group.REQUEST, layers=draw(LAYERS), ratio=1, rows=long,
-            planes=stacked(long, pending), page_bytes=long * pending, host_rows=128, period=128, ring=True,
+            planes=stacked(long, pending), page_bytes=long * pending, period=128, ring=True,
         ),
     )  # fmt: skip
 

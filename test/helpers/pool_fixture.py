@@ -10,7 +10,6 @@ import oracle
 import torch
 from server_fixture import ON_0522
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, make_allocator, make_pool
@@ -115,22 +114,20 @@ class World:
         self.pool.load_cpu_copy(copy, slots, req_pool_index=request.req_slot)
 
     def check_empty(self):
-        """Asserts that no block is held and none is lost."""
+        """Asserts that no unit is held and none is lost."""
         memory = self.pool.host.memory
         memory.check_integrity()
         assert memory.copies == 0
         assert memory.held_bytes == 0
 
 
-def make_world(
-    device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, writers=(), **spec
-):
+def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, pages=40, engine=None, writers=(), **spec):
     """Returns a World of the tiny model unless ``spec`` says otherwise; its loads wait for the streams ``writers``."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
     with engine_on(engine):
         pool = make_pool(spec)
     allocator = make_allocator(spec, pool)
-    settings = Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify)
+    settings = Settings(host_gb=host_gb, transfer=transfer, verify=verify)
     pool.attach_host(settings, ServerContext(writer_streams=lambda: writers))
     assert pool.host is not None, pool.refusal
     return World(pool, allocator)
@@ -188,14 +185,16 @@ def point_round_trip(world, pages, behind=100):
             saved_point.lease.used_by.synchronize()
     oracle.assert_only_changed(before, pool)
     world.leave(request)
-    checksums = (start.checksums or {}) | (copy.checksums or {})
+    paged, tail = start.pages(0) + copy.pages(pages[0]), copy.tail_units
+    checksums = {}
+    if copy.checksums:
+        checksums = {page: start.checksums[page] for page in range(pages[0])}
+        checksums |= {pages[0] + index: checksum for index, checksum in copy.checksums.items()}
     for begin in (0, pages[1] - 1):
         oracle.poison(pool)
         slots = oracle.resume(world.allocator, last)
         before = oracle.snapshot(pool)
-        paged = start.blocks[Group.PAGED] + copy.blocks[Group.PAGED]
-        blocks = {Group.PAGED: paged, Group.WINDOW: copy.blocks[Group.WINDOW]}
-        host.load_point(blocks, slots, pool.full_to_swa_index_mapping, begin, checksums or None)
+        host.load_point(paged, tail, slots, pool.full_to_swa_index_mapping, begin, checksums or None)
         got = oracle.read(pool, slots, last, 1)
         below = {key for key in expected if begin and oracle.FAMILIES[key[0]].by == "page" and key[2] < begin * page}
         oracle.compare(*({key: rows[key] for key in rows if key not in below} for rows in (expected, got)))

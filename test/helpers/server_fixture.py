@@ -30,6 +30,8 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine.decode import recompute
 from sglang_dsv4.engine.hooks import PARTS
 from sglang_dsv4.engine.hooks.table import hooks_of
@@ -56,7 +58,8 @@ DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 V41 = replace(SPEC, ratios=TINY41_RATIOS, sources=TINY41_SOURCES)
 FAKE_HOST = "2.2.2.2"
-ONE_COPY = {"DSV4_HOST_COPIES": "1"}
+UNITS = Units.of(Geometry(SPEC.ratios))
+ONE_COPY = {"DSV4_HOST_GB": repr(UNITS.least * UNITS.nbytes / 2**30)}  # of at most one page
 
 
 class Recorder:
@@ -324,7 +327,7 @@ class World:
         memory = self.host.memory
         memory.check_integrity()
         assert (memory.copies, memory.held_bytes, memory.leaks) == (0, 0, 0)
-        assert all(pool.held == 0 for pool in memory.pools.values())
+        assert memory.pool.held == 0
 
 
 def world_with(

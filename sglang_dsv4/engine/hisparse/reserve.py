@@ -13,12 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dsv4.cache.families import kv_page_bytes
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.memory import Place, min_over_ranks, place, ranks_an_arena
+from sglang_dsv4.engine.memory import Place, of_every_rank, place, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim, launcher
@@ -133,7 +131,7 @@ def reserve_pages(
     except (GeometryError, LayoutRefused):
         return agree(0)  # the attach says why
     page = kv_page_bytes(PAGE // 4) * len(geometry.owners(4))
-    others = PackedBlock.of(init_groups(geometry)[Group.PAGED]).block_stride
+    others = Units.of(geometry).nbytes
     pages = tokens // PAGE
     with claim.measuring() as free:
         room = max(0, free // claim.ranks - ENGINE_LEAVES - pages * page)
@@ -155,5 +153,4 @@ def reserve_pages(
 
 def least_of_all(pages: int) -> int:
     """Returns the smallest number over all ranks of the server; pipeline stages, too, must agree on the rows kept."""
-    counts = dict.fromkeys(Group, pages)
-    return (min_over_ranks(counts if pages else None) or counts.fromkeys(Group, 0))[Group.PAGED]
+    return min(of_every_rank(pages))

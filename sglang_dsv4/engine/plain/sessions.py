@@ -131,7 +131,7 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
     if (window and end < FEWEST_TOKENS) or not may_share(req):
         return None
     known = _last(store, req)
-    is_there = known is not None and known.tokens == end and (known.window is not None or not window)
+    is_there = known is not None and known.tokens == end and (known.tail is not None or not window)
     if is_there and store.keep_again(known, _hints(store, req)):
         return known
     if window and not current().has_window(tree, req, window_start(plain.host.buffers.geometry, end), end):

@@ -32,7 +32,6 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     A prefill server retracts nothing. It reserves memory only to keep sessions.
     """
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
     allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode
     pool = allocator.get_kvcache()
@@ -61,8 +60,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     if prefills and reason is not None:
         _leave_sessions(reason)
         return
-    retracts = not prefills or get_disagg().enable_pd_role_switch
-    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), reason is None, retracts)
+    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), reason is None)
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.

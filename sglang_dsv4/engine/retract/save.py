@@ -58,7 +58,7 @@ def copy_on_every_rank(
 ) -> HostCopy | None:
     """Saves as ``save`` does, for a request that may be saved, and without giving its pages away.
 
-    saved: blocks that hold its first pages already.
+    saved: units that hold its first pages already.
     """
     try:
         return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False, saved=saved)

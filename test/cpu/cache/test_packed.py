@@ -1,88 +1,72 @@
-"""The packed host block has a place for every row, without overlap, and its views alias the right bytes."""
+"""A packed page and a tail have a place for every byte, one after the other in the order that they promise."""
 
-import dataclasses
-
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from made_families import family_sets
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.cache.family import Family, Group
-from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.family import Family
+from sglang_dsv4.cache.packed import PackedPage, Tail
+from sglang_dsv4.errors import GeometryError
 
-RATIOS = (0, 4, 128, 4, 128)  # every family has more than one layer
-
-
-def packed_of(g: Geometry, members: tuple[Family, ...] | None = None) -> dict[Group, PackedBlock]:
-    """The block of each group; of ``members`` where they are not those of ``g``."""
-    members = families(g) if members is None else members
-    return {
-        group: PackedBlock.of(dataclasses.replace(spec, families=tuple(f for f in members if f.group is group)))
-        for group, spec in init_groups(g).items()
-    }
+LENGTHS = st.one_of(st.integers(0, 300), st.integers(0, 5_000))
 
 
-def tile_rows(family: Family) -> int:
-    """Rows that lie plane by plane together: of a tile in a page, all of a host slot for rows."""
-    return family.rows // family.tiles if family.group is Group.PAGED else family.host_rows
+def live(family: Family, tokens: int) -> int:
+    """Live rows, by the definition: the open block of ``period`` and the ``lag`` before it."""
+    block = tokens - tokens % family.period
+    return sum(position >= block - family.lag for position in range(max(0, tokens - 1_000), tokens))
 
 
-def cells(packed: PackedBlock, family: Family) -> np.ndarray:
-    """[layer, row, plane, (start, end)] of one family's bytes in a block."""
-    found = np.zeros((len(family.layers), family.host_rows, len(family.planes), 2), np.int64)
-    for index in range(len(family.layers)):
-        for number, plane in enumerate(family.planes):
-            first = packed.slot_offset(family, index) + family.host_planes[number].offset
-            tile, inner = np.divmod(np.arange(family.host_rows), tile_rows(family))
-            starts = first + tile * (family.page_bytes // family.tiles) + inner * family.host_row_stride(number)
-            found[index, :, number] = np.stack([starts, starts + plane.row_bytes], axis=1)
-    return found
+def check_page(members: tuple[Family, ...]) -> None:
+    """Family by family, each at a multiple of 256; layer by layer, each a whole device page."""
+    page, at = PackedPage.of(members), 0
+    for family in (family for family in members if family.whole_pages):
+        at = -(-at // 256) * 256
+        for index in range(len(family.layers)):
+            assert page.offset(family, index) == at, family.name
+            at += family.page_bytes
+    assert page.nbytes == at
 
 
-def check_packed(packed: PackedBlock) -> None:
-    """Each family has a share that begins at a multiple of 256, and in it every row a place of its own."""
-    everything, end = [np.empty((0, 2), np.int64)], 0
-    for family in packed.families:
-        start = -(-end // 256) * 256
-        end = start + len(family.layers) * family.host_bytes
-        pieces = cells(packed, family).reshape(-1, 2)
-        assert bool(((pieces >= start) & (pieces <= end)).all()), f"{family.name}: outside its share"
-        everything.append(pieces)
-    ordered = np.concatenate(everything)
-    ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
-    assert bool((ordered[:-1, 1] <= ordered[1:, 0]).all()), f"{packed.group.value}: two rows overlap"
-    assert packed.payload_bytes == sum(len(f.layers) * f.host_bytes for f in packed.families)
-    assert end <= packed.block_stride < end + 4096 and packed.block_stride % 4096 == 0
+def check_tail(members: tuple[Family, ...], tokens: int) -> None:
+    """Family by family, each at a multiple of 256; then layer by layer, plane by plane, row by row, live rows alone."""
+    tail, at = Tail.of(members, tokens), 0
+    for family in (family for family in members if not family.whole_pages):
+        at, rows, begins = -(-at // 256) * 256, live(family, tokens), []
+        for index in range(len(family.layers)):
+            begins.append(at)
+            for number, plane in enumerate(family.planes):
+                for row in range(rows):
+                    assert tail.offset(family, index, number, row) == at, family.name
+                    assert tail.in_layer(family, number, row) == at - begins[-1]
+                    at += plane.row_bytes
+        assert all(begin % 8 == 0 for begin in begins), f"{family.name}: rows move in words of 8 bytes"
+        assert [(part.start, part.stop) for part in tail.layers(family)] == list(
+            zip(begins, [*begins[1:], at], strict=True)
+        )
+    assert tail.nbytes == at
 
 
 @settings(max_examples=40, deadline=None)
-@given(family_sets())
-def test_any_families_of_any_stage(pool):
-    for packed in packed_of(*pool).values():
-        check_packed(packed)
+@given(pool=family_sets(), tokens=LENGTHS)
+def test_any_families_of_any_stage(pool, tokens):
+    _, members = pool
+    check_page(members)
+    check_tail(members, tokens)
 
 
-@pytest.mark.parametrize("group", list(Group))
-def test_views_of_a_sliced_region_alias_the_right_bytes(group):
-    """The region starts inside its storage: a stride view counts from the start of the storage."""
-    packed = packed_of(Geometry((*RATIOS, 1, 2), sources=(5, 6), index_rows={4: "fp4"}, swa_tiles=4))[group]
-    before, blocks = 12_288 + 16, 3
-    storage = torch.zeros(before + blocks * packed.block_stride + 512, dtype=torch.uint8)
-    region = storage[before : before + blocks * packed.block_stride]
-    for block in (0, blocks - 1):
-        for family in packed.families:
-            rows = cells(packed, family) + before + block * packed.block_stride
-            for index in range(len(family.layers)):
-                for number, plane in enumerate(family.planes):
-                    values = torch.randint(1, 256, (family.host_rows, plane.row_bytes), dtype=torch.uint8)
-                    for tile, part in enumerate(values.split(tile_rows(family))):
-                        view = packed.view(region, block, family, index, number, tile)
-                        assert view.shape == part.shape
-                        view.copy_(part)
-                    for row, (start, end) in enumerate(rows[index, :, number].tolist()):
-                        assert torch.equal(storage[start:end], values[row]), f"{family.name} {index} plane {number}"
-                        storage[start:end] = 0
-                    assert not bool(storage.any()), f"{family.name} {index} plane {number}: a byte elsewhere"
+def test_nothing_is_saved_of_no_tokens():
+    members = families(Geometry((0, 4, 128, 2), sources=(3,)))
+    assert Tail.of(members, 0).nbytes == 0 < Tail.of(members, 1).nbytes
+
+
+def test_a_layer_that_a_family_has_not_is_named():
+    members = {family.name: family for family in families(Geometry((0, 4, 128)))}
+    for offset in (
+        lambda: PackedPage.of(members.values()).offset(members["c4_kv"], 1),
+        lambda: Tail.of(members.values(), 300).offset(members["c4_state"], -1, 0),
+    ):
+        with pytest.raises(GeometryError, match=r"c4_\w+ has 1 layers, asked for number"):
+            offset()

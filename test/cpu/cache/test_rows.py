@@ -11,6 +11,7 @@ from made_families import family_sets
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
+from sglang_dsv4.cache.packed import Tail
 from sglang_dsv4.cache.rows import Place, Spans, find_spans, segments
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
@@ -20,7 +21,7 @@ LENGTHS = (
 )  # fmt: skip
 RINGS = pytest.mark.parametrize("rings", [(8, 128), (16, 256), (8, 256), (16, 128)])
 
-# position -> (device page, device row, host block of the copy, host row)
+# position -> (device page, device row, page of the copy, its row there or live row)
 Rows = dict[int, tuple[int, int, int, int]]
 
 
@@ -61,7 +62,7 @@ def expand(spans: Spans) -> list[tuple[int, tuple[int, int, int, int]]]:
     found = []
     for k in range(len(spans)):
         for row in range(int(spans.counts[k])):
-            where = (spans.pages[k], spans.rows[k] + row, spans.blocks[k], spans.host_rows[k] + row)
+            where = (spans.pages[k], spans.rows[k] + row, spans.copy_pages[k], spans.live_rows[k] + row)
             found.append((spans.position_of(k, row), tuple(int(v) for v in where)))
     return found
 
@@ -92,8 +93,8 @@ def check(g: Geometry, p: Place, members: tuple[Family, ...] | None = None, dist
         assert got == wanted, name
         if distinct:
             assert len({(where[0], where[1]) for _, where in rows}) == len(rows), f"{name}: a device row twice"
-        assert len({(where[2], where[3]) for _, where in rows}) == len(rows), f"{name}: a host row twice"
-        assert all(where[3] < family.host_rows for _, where in rows), f"{name}: past the host slot"
+        assert len({(where[2], where[3]) for _, where in rows}) == len(rows), f"{name}: a live row twice"
+        assert family.live_rows(p.tokens) == p.tokens - live_from(family, p.tokens), name
         moved = len(p.pages) * family.page_bytes if family.whole_pages else len(rows) * family.row_bytes
         assert family.moved_bytes(g.page_size, p.tokens) == moved * len(family.layers), name
 
@@ -125,7 +126,7 @@ def test_any_families_at_any_length(pool, n, seed, slot):
 def test_rows_that_live_before_the_window_are_refused():
     """Only the window's SWA slots are known."""
     g = geometry()
-    family = dataclasses.replace(families(g)[3], lag=128, host_rows=129)
+    family = dataclasses.replace(families(g)[3], lag=128)
     find_spans(g, (family,), place(127))
     with pytest.raises(GeometryError, match=f"family {family.name}: position 0 of 128 lives before the window"):
         find_spans(g, (family,), place(128))
@@ -160,22 +161,20 @@ def test_segments_are_the_bytes_of_the_rows(pool, n):
         family = spans.family
         if family.whole_pages:
             continue
-        # In a host block the rows of a request family's layers take turns; other layers lie one after the other.
-        turns = len(family.layers) if family.group is Group.REQUEST else 1
-        tile = family.rows // family.tiles
-        host = [sum(p.row_bytes for p in family.planes[:k]) * family.host_rows for k in range(len(family.planes))]
+        tile, live = family.rows // family.tiles, n - live_from(family, n)
+        host = [sum(p.row_bytes for p in family.planes[:k]) * live for k in range(len(family.planes))]
         wanted = {
             (number, position): (
                 page * family.page_bytes
                 + row // tile * family.page_bytes // family.tiles
                 + plane.offset
                 + row % tile * plane.row_bytes,
-                host[number] + host_row * turns * plane.row_bytes,
+                host[number] + live_row * plane.row_bytes,
             )
-            for position, (page, row, _, host_row) in oracle(g, family, p).items()
+            for position, (page, row, _, live_row) in oracle(g, family, p).items()
             for number, plane in enumerate(family.planes)
         }
-        runs, found = segments(spans), {}
+        runs, found = segments(spans, Tail.of(members, n)), {}
         for k, span in enumerate(runs.spans.tolist()):
             number = k // len(spans)  # one plane after the other
             width = family.planes[number].row_bytes
@@ -183,5 +182,5 @@ def test_segments_are_the_bytes_of_the_rows(pool, n):
             for row in range(int(runs.rows[k])):
                 key = (number, spans.position_of(span, row))
                 assert key not in found
-                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * turns * width)
+                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * width)
         assert found == wanted, family.name

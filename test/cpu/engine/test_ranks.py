@@ -1,87 +1,168 @@
 """Ranks of a group come to the same answer about host memory, whatever each of them has."""
 
+import random
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import units_by_hand
 from plain_world import forget, over, run_to, serving, small_world, world_with_sessions
 from pretended_device import Device
-from processes import on_ranks
+from processes import exchange, on_ranks
 from server_fixture import Recorder, World
 
-from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine import memory as engine_ranks
-from sglang_dsv4.engine.memory import min_over_ranks, ranks_a_machine, smallest_counts
+from sglang_dsv4.engine.memory import ranks_a_machine
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem import reserve
+from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
-from sglang_dsv4.testing.standalone import PoolSpec, make_pool
+from sglang_dsv4.testing.standalone import FLASH_RATIOS, PRO_RATIOS, PoolSpec, make_pool
 from sglang_dsv4.transfer import reference
 
 
-def counts(paged: int, window: int, request: int) -> dict[Group, int]:
-    return dict(zip(Group, (paged, window, request), strict=True))
+def size(count: int, nbytes: int = 4096, tails: tuple[int, ...] = (0, 2)) -> ArenaSize:
+    return ArenaSize(Units(nbytes, 1, tails), count)
 
 
 GIVEN = {
-    "two": ([counts(100, 3, 9), counts(70, 5, 8)], [counts(70, 3, 8)] * 2),
-    "one refuses": ([None, counts(10, 2, 2)], [None, None]),
-    # No layer of the first pipeline stage compresses: it limits nobody, and runs out of blocks with the others.
-    "stages": ([counts(0, 4, 0), counts(50, 6, 7), counts(60, 9, 0)], [counts(50, 4, 7)] * 3),
-    "nobody has pages": ([counts(0, 4, 3), counts(0, 6, 7)], [counts(0, 4, 3)] * 2),
+    "two": ([size(100), size(70)], [size(70)] * 2),
+    "one refuses": ([None, size(10)], [None, None]),
+    # Each keeps its own bytes of a unit.
+    "stages": (
+        [size(9, 8192, (0, 4)), size(50, tails=(1, 3)), size(60)],
+        [size(9, 8192, (1, 4)), *[size(9, tails=(1, 4))] * 2],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_each_rank_gets_the_smallest_counts(tmp_path: Path, case: str) -> None:
+def test_each_rank_gets_the_fewest_units_and_the_longest_tails(tmp_path: Path, case: str) -> None:
     from sglang.srt.distributed import parallel_state
 
     mine, wanted = GIVEN[case]
 
     def work(rank: int) -> Any:
-        parallel_state.get_world_group = lambda: SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
-        return min_over_ranks(mine[rank])
+        group = SimpleNamespace(cpu_group=torch.distributed.group.WORLD, world_size=len(mine))
+        parallel_state.get_world_group = lambda: group
+        return engine_ranks.agreed_size(mine[rank])
 
     assert on_ranks(tmp_path, work, len(mine)) == wanted
 
 
-@pytest.mark.parametrize("stages", [((0, 4), (2, 6)), ((0, 2), (2, 6))], ids=["alike", "one has no pages"])
+def stages(ratios: tuple[int, ...], count: int, sources: tuple[int, ...] = ()) -> list[Geometry]:
+    """Returns the geometries of as many stages of a pipeline."""
+    edges = [len(ratios) * stage // count for stage in range(count + 1)]
+    return [
+        Geometry(ratios[first:end], first, sources=tuple(layer for layer in sources if first <= layer < end))
+        for first, end in pairwise(edges)
+    ]
+
+
+PIPELINES = {
+    "flash": stages(FLASH_RATIOS, 2),
+    "pro": stages(PRO_RATIOS, 8),
+    "v41": stages((0,) * 4 + (2,) * 8 + (1,) * 4, 4, sources=(4, 8, 12)),
+    "no history on one": stages((0, 0, 4, 128, 4, 128), 3),
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_stages_with_other_units_give_out_the_same_ones_and_refuse_alike(pipeline: str) -> None:
+    """One that had room alone would keep what the others send back; ranks of each number the units of shares alike."""
+    mine = [ArenaSize(Units.of(g), 90 + 10 * number) for number, g in enumerate(PIPELINES[pipeline])]
+    assert len({each.units.tails for each in mine}) > 1 and len({each.units.nbytes for each in mine}) > 1
+    memories = [
+        HostMemory(families(g), each.agreed(mine), pin=False) for g, each in zip(PIPELINES[pipeline], mine, strict=True)
+    ]
+    draw, alive, refused = random.Random(1), [[] for _ in memories], 0
+    for _ in range(600):
+        tokens = draw.choice((draw.randint(1, 5_000), draw.randint(1, 600), 256 * draw.randint(1, 20)))
+        taken = []
+        for memory, copies, g in zip(memories, alive, PIPELINES[pipeline], strict=True):
+            try:
+                copies.append(memory.allocate(tokens, g))
+                taken.append((copies[-1].units, copies[-1].in_tail))
+            except HostMemoryExhausted:
+                taken.append(None)
+        assert taken == [taken[0]] * len(taken), tokens
+        refused += taken[0] is None
+        while len(alive[0]) > draw.choice((1, 5, 20)):
+            leaves = draw.randrange(len(alive[0]))
+            for copies in alive:
+                copies.pop(leaves).release()
+    assert 50 < refused < 550
+    for memory in memories:
+        memory.check_integrity()
+        memory.close()
+
+
+def attached(stage: tuple[int, int], units: int) -> Any:
+    """In a child: a stage's host memory, for so many units of its own and what is left of one."""
+    engine_ranks.of_every_rank = exchange
+    pool = make_pool(PoolSpec(stage=stage))
+    settings = Settings(host_gb=(units + 0.9) * units_by_hand.unit_bytes(pool) / 2**30)
+    return pool.attach_host(settings, ServerContext(agreed_size=engine_ranks.agreed_size))
+
+
+STAGES = pytest.mark.parametrize("stages", [((0, 4), (2, 6)), ((0, 2), (2, 6))], ids=["alike", "one has no pages"])
+
+
+@STAGES
 def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: Path, stages: Any) -> None:
     """Else one stage of a pipeline keeps a request that the other sends back, and nothing is admitted any more."""
 
     def work(rank: int) -> Any:
-        pool = make_pool(PoolSpec(stage=stages[rank]))
-        agree = lambda counts: smallest_counts(counts, torch.distributed.group.WORLD)  # noqa: E731
-        settings = Settings(host_gb=(0.01, 0.004)[rank])
-        host = pool.attach_host(settings, ServerContext(min_over_ranks=agree))
+        host = attached(stages[rank], (70, 41)[rank])
         answers, copies = [], []
         for tokens in (300, 1, 1000, 513, 2000, 40, 256, 700):
             try:
                 copies.append(host.memory.allocate(tokens, host.buffers.geometry))
-                answers.append(True)
+                answers.append(list(copies[-1].units))
             except HostMemoryExhausted:
-                answers.append(False)
+                answers.append(None)
                 if copies:
                     copies.pop(0).release()
         for copy in copies:
             copy.release()
-        return answers, {group: region.blocks for group, region in host.memory.regions.items()}
+        return answers, host.memory.pool.total
 
     first, second = on_ranks(tmp_path, work)
     assert first == second
-    assert {True, False} <= set(first[0]), "the sequence reaches the limit"
+    assert first[1] == 41
+    assert None in first[0] and any(first[0]), "the sequence reaches the limit"
+
+
+@STAGES
+def test_what_is_too_little_once_agreed_is_refused_on_every_rank(tmp_path: Path, stages: Any) -> None:
+    """It was enough for the one with short tails, and the other had more."""
+    least = [units_by_hand.least(make_pool(PoolSpec(stage=stage))) for stage in stages]
+    short = least.index(min(least))
+    assert least[short] < least[1 - short]
+
+    def work(rank: int) -> str:
+        with pytest.raises(HostMemoryExhausted) as caught:
+            attached(stages[rank], least[short] if rank == short else 3 * least[rank])
+        return str(caught.value)
+
+    for said in on_ranks(tmp_path, work):
+        assert "hold not one request" in said and "raise DSV4_HOST_GB" in said
 
 
 def test_a_rank_whose_pool_is_refused_stops_the_others(tmp_path: Path) -> None:
     def work(rank: int) -> Any:
+        engine_ranks.of_every_rank = exchange
         pool = make_pool(PoolSpec(hisparse=rank == 1))
-        agree = lambda counts: smallest_counts(counts, torch.distributed.group.WORLD)  # noqa: E731
-        host = pool.attach_host(Settings(), ServerContext(min_over_ranks=agree))
+        host = pool.attach_host(Settings(), ServerContext(agreed_size=engine_ranks.agreed_size))
         return host is None, pool.refusal
 
     first, second = on_ranks(tmp_path, work)

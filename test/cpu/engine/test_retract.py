@@ -264,7 +264,7 @@ def retracted(world: World, reqs: list[Any], *fits: bool) -> tuple[list[Any], li
 
 def test_the_engine_aborts_only_requests_that_nothing_brings_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_with(monkeypatch, ONE_COPY)
-    reqs = outputs(world, (130, 257, 300, 310), r1={"multimodal": True})
+    reqs = outputs(world, (255, 257, 300, 310), r1={"multimodal": True})
     assert retracted(world, reqs, False, False) == ([reqs[0], reqs[2]], [reqs[1]])
     for req in (reqs[0], reqs[2]):
         world.requeue(req)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from builders import SMALL_RATIOS
 
-from sglang_dsv4.cache.families import Geometry
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.hostmem import arena, regions
+from sglang_dsv4.hostmem import arena
+from sglang_dsv4.hostmem import memory as memory_module
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.hostmem.board import Board
 from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
@@ -64,24 +65,23 @@ def test_a_refused_pin_names_the_setting_and_the_limit(cuda):
         Arena(10_000, pin=True)
 
 
-def test_parts_and_regions_begin_with_a_page_where_pages_have_64_kib(cuda, monkeypatch):
-    """A page cannot be registered twice, and memory gets its pages from a page's begin on."""
-    page, populated = 64 << 10, []
+@pytest.mark.parametrize(("most", "units_a_part"), [(4_000_000, 32), (1, 16)])
+def test_parts_begin_with_a_page_where_pages_have_64_kib(cuda, monkeypatch, most, units_a_part):
+    """A page cannot be registered twice, and memory gets its pages from a page's begin on. 23 pages of 4 KiB are a
+    unit, so that 16 units end with a page."""
+    page, populated, g = 64 << 10, [], Geometry(SMALL_RATIOS)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": page}.__getitem__)
-    monkeypatch.setattr(regions, "CHUNK_BYTES", 4_000_000)
+    monkeypatch.setattr(memory_module, "CHUNK_BYTES", most)
     monkeypatch.setattr(arena, "populate", lambda address, nbytes, *_: populated.append((address, nbytes)))
-    counts = {Group.PAGED: 300, Group.WINDOW: 7, Group.REQUEST: 5}
-    memory = HostMemory(init_groups(Geometry(SMALL_RATIOS)), counts, pin=True)
-    base = memory.arena.region.data_ptr()
-    parts = [(at - base, nbytes) for kind, at, nbytes, *_ in cuda.calls if kind == "register"]
-    assert len(parts) > 3 and all(first % page == 0 for first, _ in parts)
-    assert [first + nbytes for first, nbytes in parts] == [*(first for first, _ in parts[1:]), memory.arena.nbytes]
-    assert populated == [(base, memory.arena.nbytes)]
-    assert any(region.packed.block_stride % page for region in memory.regions.values())
-    for region in memory.regions.values():
-        stride = region.packed.block_stride
-        assert region.start % page == 0 and region.chunk * stride % page == 0
-        assert region.nbytes >= region.blocks * stride
+    memory = HostMemory(families(g), ArenaSize(Units.of(g), 301), pin=True)
+    base, part = memory.arena.region.data_ptr(), units_a_part * 23 * 4096
+    assert memory.chunk == units_a_part and memory.units.nbytes == 23 * 4096
+    firsts = list(range(0, 301 * 23 * 4096, part))
+    nbytes = -(-301 * 23 * 4096 // page) * page
+    parts = [(at - base, size) for kind, at, size, *_ in cuda.calls if kind == "register"]
+    assert parts == [(first, min(part, nbytes - first)) for first in firsts]
+    assert all(first % page == 0 for first in firsts) and len(parts) > 3
+    assert populated == [(base, nbytes)] and memory.arena.nbytes == nbytes
     memory.check_integrity()
     assert Board.bytes_for(3) == page, "the arena that ranks share begins behind it"
     memory.close()

@@ -18,12 +18,10 @@ import pytest
 import torch
 from processes import FORK, on_ranks, together
 
-from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.memory import smallest_counts
+from sglang_dsv4.engine.memory import gathered
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims
 from sglang_dsv4.hostmem.claims import Claim
-from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
@@ -72,17 +70,17 @@ RANKS = 2
 def start_rank(machine):
     """What a rank of a decode server does, with a real pool and a real collective; returns bytes pinned, or why not."""
 
-    def pinned(side, counts, *_):
-        machine.pin(arena_bytes(init_groups(side.geometry), counts), PIN)
-        return SimpleNamespace(nbytes=arena_bytes(init_groups(side.geometry), counts), close=lambda: None)
+    def pinned(side, size, *_):
+        machine.pin(size.nbytes, PIN)
+        return SimpleNamespace(nbytes=size.nbytes, close=lambda: None)
 
-    def agree(counts):
+    def agree(size):
         time.sleep(AGREE)
-        return smallest_counts(counts, torch.distributed.group.WORLD)
+        return size.agreed(gathered(size, RANKS, torch.distributed.group.WORLD))
 
     token_to_kv.CopyService = pinned
     pool = make_pool(PoolSpec(pages=400, swa_pages=4, requests=4))
-    host = pool.attach_host(Settings(), ServerContext(min_over_ranks=agree, ranks=RANKS))
+    host = pool.attach_host(Settings(), ServerContext(agreed_size=agree, ranks=RANKS))
     torch.distributed.barrier()
     return pool.refusal if host is None else host.nbytes
 

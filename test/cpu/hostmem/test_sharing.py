@@ -16,24 +16,24 @@ import torch
 from builders import SMALL_RATIOS
 from processes import FORK, exchange, on_ranks
 
-from sglang_dsv4.cache.families import Geometry
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
 from sglang_dsv4.hostmem import arena as arena_module
 from sglang_dsv4.hostmem import board as board_module
 from sglang_dsv4.hostmem import sharing
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
+from sglang_dsv4.hostmem.sizing import ArenaSize
 
 
 def world_of(rank: int, group: Any = "all") -> World:
     return World(exchange, rank, group)
 
 
-def memory_of(sharers: Sharers | None, blocks: int = 8) -> HostMemory:
-    counts = {Group.PAGED: blocks, Group.WINDOW: 3, Group.REQUEST: 3}
-    return HostMemory(init_groups(Geometry(SMALL_RATIOS)), counts, pin=False, sharers=sharers)
+def memory_of(sharers: Sharers | None) -> HostMemory:
+    g = Geometry(SMALL_RATIOS)
+    return HostMemory(families(g), ArenaSize(Units.of(g), 40), pin=False, sharers=sharers)
 
 
 def test_what_one_rank_writes_the_others_read(tmp_path: Path) -> None:

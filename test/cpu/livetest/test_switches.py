@@ -96,8 +96,7 @@ def test_a_session_loses_the_family_too(world, monkeypatch, tmp_path, family):
     file.write_text(family)
     monkeypatch.setattr(CopyService, "_load", CopyService._load)
     zeroing.install(file)
-    blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
-    host.load_point(blocks, request.slots[:512].to(torch.int32), swa_map, 0, copy.checksums)
+    host.load_point(copy.pages(0), copy.tail_units, request.slots[:512].to(torch.int32), swa_map, 0, copy.checksums)
     after = world.read(request)
     copy.release()
     world.leave(request)

@@ -22,7 +22,7 @@ from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
 from sglang_dsv4.engine import page_major as serving
 from sglang_dsv4.pools import page_major
-from sglang_dsv4.pools.copy_service import wanted_counts
+from sglang_dsv4.pools.copy_service import wanted_size
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import (
@@ -275,9 +275,9 @@ def test_keys_and_rows_are_read_and_written_past_2_gb():
 
 
 def test_host_memory_is_that_of_the_stock_pool(monkeypatch):
-    blocks = []
+    sizes = []
     for layout in ("stock", "page-major"):
         monkeypatch.setenv("DSV4_LAYOUT", layout)
         pool = built().pool
-        blocks.append(wanted_counts(describe(pool), Settings(), 1 << 40))
-    assert blocks[0] == blocks[1]
+        sizes.append(wanted_size(describe(pool), Settings(), 1 << 40))
+    assert sizes[0] == sizes[1]

@@ -1,8 +1,14 @@
 """A request comes back with every byte that later steps may read, and changes nothing else."""
 
+import dataclasses
+
 import pytest
-from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, V41, make_world, round_trip
+import units_by_hand
+from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, V41, make_world, point_round_trip, round_trip
 from pretended_device import INTERPRETED, Device
+
+from sglang_dsv4.hostmem.pool import UnitPool
+from sglang_dsv4.pools import token_to_kv
 
 pytestmark = pytest.mark.both_layouts
 
@@ -29,6 +35,29 @@ def test_lengths_of_the_grid_through_the_kernels(monkeypatch, spec):
     Device(monkeypatch, kernels=INTERPRETED).serve(world.pool.host)
     for number, tokens in enumerate(THROUGH_KERNELS[spec]):
         round_trip(world, tokens, seed=tokens, evict=number % 2 == 1)
+
+
+@pytest.mark.parametrize("transfer", ["reference", "kernels", "verify"])
+@pytest.mark.parametrize("spec", ["stage", "window_only"])
+def test_a_stage_whose_tail_is_longer_elsewhere(monkeypatch, spec, transfer):
+    """All stages of a pipeline take the units of the longest tail: here the last ones hold nothing."""
+    real = token_to_kv.wanted_size
+
+    def agreed(*given):
+        size = real(*given)
+        tails = tuple(tail + 3 for tail in size.units.tails)
+        return size.agreed([size, dataclasses.replace(size, units=dataclasses.replace(size.units, tails=tails))])
+
+    chosen = UnitPool._choose
+    monkeypatch.setattr(UnitPool, "_choose", lambda *given: chosen(*given)[::-1])  # no two are neighbours
+    monkeypatch.setattr(token_to_kv, "wanted_size", agreed)
+    world = make_world(pages=10, verify=transfer == "verify", **ALL_SPECS[spec])
+    if transfer == "kernels":
+        Device(monkeypatch, kernels=INTERPRETED).serve(world.pool.host)
+    for tokens in (257,) if transfer == "kernels" else (1, 128, 257, 511):
+        assert world.pool.host.memory.units.count(tokens) == units_by_hand.units(world.pool, tokens) + 3
+        round_trip(world, tokens, seed=tokens)
+    point_round_trip(world, pages=(1, 2))
 
 
 @pytest.mark.parametrize("engine", [None, "sm_100"])

@@ -9,12 +9,11 @@ from typing import Any
 
 import oracle
 import pytest
-import torch
+import units_by_hand
 from pool_fixture import World
 from processes import exchange, on_ranks
 
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.memory import smallest_counts
+from sglang_dsv4.engine import memory as engine_memory
 from sglang_dsv4.errors import HostMemoryExhausted, VerifyMismatch
 from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
@@ -22,19 +21,21 @@ from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
-TOKENS = 1_500  # six pages: three each, and a window block and a request block
+TOKENS = 2_060  # of nine pages rank 0 saves seven, rank 1 two and the tail of seven units
 
 
-def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2, share: str = "auto") -> World:
-    """A rank's pool of the tiny model; what it holds follows from the rank."""
+def attached(rank: int, full: bool = False, verify: bool = False, ranks: int = 2, share: str = "auto") -> World:
+    """A rank's pool of the tiny model; what it holds follows from the rank. full: one copy fills it."""
     spec = PoolSpec(pages=24, swa_pages=24)
     pool = make_pool(spec)
+    engine_memory.of_every_rank = exchange
     context = ServerContext(
-        min_over_ranks=lambda counts: smallest_counts(counts, torch.distributed.group.WORLD),
+        agreed_size=engine_memory.agreed_size,
         ranks=ranks,
         world=sharing.World(exchange, rank, "all") if share == "auto" else None,
     )
-    pool.attach_host(Settings(host_gb=0.03, host_copies=copies, verify=verify, share=share), context)
+    host_gb = units_by_hand.least(pool) * units_by_hand.unit_bytes(pool) / 2**30 if full else 0.03
+    pool.attach_host(Settings(host_gb=host_gb, verify=verify, share=share), context)
     return World(pool, make_allocator(spec, pool))
 
 
@@ -43,8 +44,8 @@ def test_every_replica_counts_the_arenas_of_the_others(tmp_path: Path, replicas:
     """--dp-size: each replica knows its own ranks alone, and all of them take of the same memory."""
 
     def work(rank: int) -> list[int]:
-        counted, real = [], token_to_kv.wanted_counts
-        token_to_kv.wanted_counts = lambda *given: (counted.append(given[3]), real(*given))[1]
+        counted, real = [], token_to_kv.wanted_size
+        token_to_kv.wanted_size = lambda *given: (counted.append(given[3]), real(*given))[1]
         attached(rank, ranks=2 * replicas)
         return counted
 
@@ -116,30 +117,46 @@ def test_a_load_waits_for_the_share_of_a_slow_rank(tmp_path: Path, slow: int) ->
 
 
 def flipped(world: World, request: Any, family: str, page: int, byte: int) -> None:
-    """Changes one byte of the request's ``page``-th full page, in the family's second layer."""
+    """Changes one byte of the request's ``page``-th page, full or of the window, in the family's second layer."""
     buffer = world.pool.host.buffers.buffers[family][1].view(-1)
     size = next(f.page_bytes for f in world.pool.host.buffers.families if f.name == family)
-    buffer[int(request.slots[page * 256]) // 256 * size + byte] ^= 1
+    slot = request.slots[page * 256]
+    slot = world.pool.full_to_swa_index_mapping[slot] if family == "swa_kv" else slot
+    buffer[int(slot) // 256 * size + byte] ^= 1
 
 
-# page 0 is rank 0's to save and page 5 rank 1's; 1,500 tokens leave 36 of the last page's 64 rows dead
+# 2,060 tokens leave 61 of the last page's 64 rows dead.
 @pytest.mark.parametrize(
-    ("page", "byte", "said"),
+    ("family", "page", "byte", "said"),
     [
-        (0, 100, {1: "rank 1 has other bytes than rank 0 saved: family c4_kv, layer 4, position 3, byte 100"}),
-        (5, 576 + 1, {0: "rank 0 has other bytes than rank 1 saved: family c4_kv, layer 4, position 1287, byte 577"}),
-        (0, 37_439, {}),
-        (5, 60 * 576, {}),
+        ("c4_kv", 0, 100, {1: "rank 1 has other bytes than rank 0 saved: family c4_kv, layer 4, position 3, byte 100"}),
+        (
+            "c4_kv",
+            8,
+            577,
+            {0: "rank 0 has other bytes than rank 1 saved: family c4_kv, layer 4, position 2055, byte 577"},
+        ),
+        (
+            "swa_kv",
+            8,
+            5,
+            {0: "rank 0 has other bytes than rank 1 saved: family swa_kv, layer 1, position 2048, byte 5"},
+        ),
+        ("c4_kv", 0, 37_439, {}),
+        ("c4_kv", 8, 60 * 576, {}),
+        ("swa_kv", 7, 5, {}),
     ],
-    ids=["of rank 0", "of rank 1", "padding", "dead row"],
+    ids=["of rank 0", "of rank 1", "of the tail", "padding", "dead row", "dead row of the window"],
 )
-def test_a_byte_that_differs_between_ranks_is_named(tmp_path: Path, page: int, byte: int, said: dict[int, str]) -> None:
+def test_a_byte_that_differs_between_ranks_is_named(
+    tmp_path: Path, family: str, page: int, byte: int, said: dict[int, str]
+) -> None:
     def work(rank: int) -> str | None:
         world = attached(rank, verify=True)
         oracle.fill(world.pool, seed=3)
         request = world.start(1, TOKENS)
         if rank == 1:
-            flipped(world, request, "c4_kv", page, byte)
+            flipped(world, request, family, page, byte)
         try:
             copy = world.save(request)
         except VerifyMismatch as mismatch:
@@ -199,7 +216,7 @@ def test_memory_for_one_arena_and_not_for_one_a_rank_is_refused_with_the_cause(t
 
 def test_a_handle_that_died_on_one_rank_is_nobodys_until_it_died_on_all(tmp_path: Path) -> None:
     def work(rank: int) -> Any:
-        world = attached(rank, copies=1)
+        world = attached(rank, full=True)
         request = world.start(1, TOKENS)
         copy = world.save(request)
         found = []
@@ -208,12 +225,12 @@ def test_a_handle_that_died_on_one_rank_is_nobodys_until_it_died_on_all(tmp_path
                 del copy
             try:
                 again = world.save(request)
-                found.append({group.value: blocks for group, blocks in again.blocks.items()})
+                found.append(list(again.units))
                 again.release()
             except HostMemoryExhausted:
                 found.append("full")
         memory = world.pool.host.memory
-        return found, memory.leaks, memory.copies, memory.pools[Group.PAGED].held
+        return found, memory.leaks, memory.copies, memory.pool.held
 
     first, second = on_ranks(tmp_path, work)
     assert first == second and first[0][0] == "full" and first[0][1] != "full" and first[1:] == (1, 0, 0)

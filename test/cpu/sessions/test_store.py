@@ -10,18 +10,25 @@ from array import array
 
 import oracle
 import pytest
+from builders import FakeEvent
 from server_fixture import Recorder
 from stateful import examples, store
 from stateful.pool import PAGE, SPEC, Device
 
-from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import CopyEngineError
+from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
+
+# In bytes, of the layers 0, 4 and 128. A page: 37,440 of c4, 8,448 of its indexer, 1,728 of c128; twelve system pages.
+# Before a page end there live 127 rows of 584 in each layer, 4 states of 8,192, and 4 of 2,048: 263,464, so 5.4 units.
+# Before the last token of a page there live 7 such states and 127 of 4,096 besides: 814,376, so 16.6 units.
+UNIT, TAIL, LONGEST_TAIL = 49_152, 6, 17
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +55,23 @@ def test_random_lives_of_sessions(device):
 
 
 class Sessions:
-    """Keeps prompts of equal tokens, each of its own number, in a store with room for ``pages`` and ``windows``."""
+    """Keeps prompts of equal tokens, each of its own number, in a store with room for ``units``. most: of them."""
 
-    def __init__(self, device, pages=6, windows=3, most=None, pairs=False):
+    def __init__(self, device, units=24, most=None, pairs=False):
         device.start()
         self.pool, self.allocator, self.now = device.pool, device.allocator, 0.0
-        counts = {Group.PAGED: pages, Group.WINDOW: windows, Group.REQUEST: 2}
-        self.host = CopyService(describe(self.pool), counts, Settings(transfer="torch"))
-        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, most)
+        side, least = describe(self.pool), 1 + LONGEST_TAIL
+        size = ArenaSize(Units.of(side.geometry), max(units, least))
+        self.host = CopyService(side, size, Settings(transfer="torch"))
+        if units < least:  # another copy has the rest
+            self.other = self.host.memory.allocate((least - units) * PAGE, side.geometry, tail=False)
+        nbytes = None if most is None else most * UNIT
+        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, nbytes)
         self.store.order.clock = lambda: self.now
+
+    @property
+    def free(self):
+        return self.host.memory.pool.available
 
     def keep(
         self, number, pages, hints=Hints(), namespace="a", behind=None, tokens=None, window=True  # noqa: B008  # frozen
@@ -86,11 +101,11 @@ def test_tokens_that_differ_in_their_high_bits_share_nothing(device):
 
 def test_a_point_that_never_fits_evicts_nothing(device):
     """Else one long prompt takes the caches of all agents, and is not kept itself."""
-    sessions = Sessions(device)
+    sessions = Sessions(device, 16)
     sessions.keep(1, 2), sessions.keep(2, 2)
-    assert sessions.keep(3, 7) is None
+    assert sessions.keep(3, 11) is None
     assert (sessions.find(1), sessions.find(2)) == (2, 2) and not sessions.store.counters.evicted
-    limited = Sessions(device, pages=12, most=sessions.store.held_bytes)
+    limited = Sessions(device, most=16)
     limited.keep(1, 2), limited.keep(2, 2)
     assert limited.keep(1, 11) is None
     assert (limited.find(1), limited.find(2)) == (2, 2)
@@ -109,7 +124,7 @@ def test_priorities_of_clients_leave_nothing_behind(device):
 
 @pytest.mark.parametrize("gone", ["evicted", "weights"])
 def test_a_point_that_is_gone_is_not_kept_again(device, monkeypatch, gone):
-    sessions = Sessions(device, pages=2, windows=1)
+    sessions = Sessions(device, 2 + TAIL)
     point = sessions.keep(1, 2)
     assert sessions.store.keep_again(point)
     if gone == "evicted":
@@ -122,10 +137,10 @@ def test_a_point_that_is_gone_is_not_kept_again(device, monkeypatch, gone):
 
 
 def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):
-    sessions = Sessions(device, windows=1)
+    sessions = Sessions(device, 2 + 2 * TAIL)
     sessions.keep(1, 2)
     sessions.store.settle()
-    assert sessions.store.counters.held_bytes == sessions.store.held_bytes > 0
+    assert sessions.store.counters.held_bytes == sessions.store.held_bytes == (2 + TAIL) * UNIT
     slots = oracle.resume(device.allocator, 3 * PAGE)
     oracle.evict(device.allocator, slots, len(slots))  # its window is gone: the save is refused
     sessions.store.keep("a", lambda first: array("q", [1] * 3 * PAGE)[first:], slots.int())
@@ -137,7 +152,7 @@ def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, mo
 
 def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypatch):
     """Three agents have one system prompt: of the point at its end the window alone is new."""
-    sessions = Sessions(device, pages=12, windows=4)
+    sessions = Sessions(device, 4 + 4 * TAIL)
     agents = [array("q", [5] * PAGE + [agent] * (PAGE + 1)) for agent in range(3)]
     for tokens in agents:
         sessions.keep(0, 2, tokens=tokens)
@@ -145,10 +160,11 @@ def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(sessions.host._copier, "save", Recorder(error=CopyEngineError("played")))
         sessions.keep(5, 1)
+    assert sessions.free == 0, "it took the last units"
     with sessions.store.pages_of("a", agents[0], 2 * PAGE) as shared:
         assert len(shared) == 2, "its page is as good as before"
     sessions.store.settle()
-    assert sessions.host.counters.fallbacks["CopyEngineError"] == 1
+    assert sessions.free == TAIL and sessions.host.counters.fallbacks["CopyEngineError"] == 1
     assert [sessions.store.longest("a", tokens, 2 * PAGE).point.tokens for tokens in agents] == [2 * PAGE] * 3
     assert sessions.find(5) == 0 and dict(sessions.store.counters.evicted) == {"fault": 1}
 
@@ -197,7 +213,7 @@ def test_a_node_is_forgotten_with_its_point(device):
     sessions.store.remember_node(points[1], "a fork's", 2 * PAGE)
     assert sessions.store._at == {"first": points[0], "a fork's": points[1]}, "a point has one node, the last one"
     sessions.store.check_integrity()
-    sessions.store.make_room({Group.WINDOW: 2})
+    sessions.store.make_room(16)
     assert (sessions.find(1, node="first"), sessions.find(1, node="a fork's")) == (2, 2)
     sessions.store.remember_node(points[0], "first", PAGE)
     sessions.store.check_integrity()
@@ -220,11 +236,94 @@ def test_pages_go_from_the_end(device):
     """Trap 19: a page is kept while any page or point is behind it."""
     sessions = Sessions(device)
     sessions.keep(1, 1), sessions.keep(1, 3)
-    held = sessions.host.memory.pools[Group.PAGED].held
-    sessions.store.make_room({Group.WINDOW: 2})  # the first point goes; its page is in the way of the second
-    assert (sessions.find(1), sessions.host.memory.pools[Group.PAGED].held) == (3, held)
-    sessions.store.make_room({Group.WINDOW: 3})
-    assert sessions.host.memory.pools[Group.PAGED].held == 0
+    assert sessions.free == 24 - 3 - 2 * TAIL
+    sessions.store.make_room(15)  # the first point goes with its tail; its page is in the way of the second
+    assert (sessions.find(1), sessions.free) == (3, 24 - 3 - TAIL)
+    sessions.store.make_room(16)
+    assert sessions.free == 24
+
+
+def test_a_point_of_pages_alone_frees_no_tail(device):
+    """Counted with one, the first point would seem to be enough."""
+    sessions = Sessions(device)
+    sessions.keep(1, 2, window=False), sessions.keep(2, 2)
+    assert sessions.free == 24 - 2 - 2 - TAIL
+    sessions.store.make_room(sessions.free + TAIL)
+    assert sessions.free == 24
+
+
+def test_chats_fill_the_memory_to_its_last_units(device):
+    """Windows have no room of their own that could be full while pages are free."""
+    chats = 5
+    sessions = Sessions(device, chats * (2048 // PAGE + TAIL))
+    for number in range(chats):
+        sessions.keep(number, 2048 // PAGE)
+        sessions.store.settle()
+    assert (sessions.store.points, sessions.free, dict(sessions.store.counters.evicted)) == (chats, 0, {})
+    sessions.keep(chats, 2048 // PAGE)
+    assert [sessions.find(number) for number in range(chats + 1)] == [0, *[2048 // PAGE] * chats]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "needs", "left"), [(2 * PAGE, 2 + TAIL, [2, 0, 2]), (2 * PAGE - 1, 2 + LONGEST_TAIL, [0, 0, 0])]
+)
+def test_a_memory_full_of_sessions_has_room_for_a_retract(device, tokens, needs, left):
+    """As many go as its own tail needs, the first to go first; the pin of the first one goes last."""
+    sessions = Sessions(device, 3 * (2 + TAIL))
+    for number in range(3):
+        sessions.keep(number, 2, Hints() if number else Hints(Rank.PINNED, ttl_seconds=60.0))
+    assert sessions.free == 0
+    slots = oracle.resume(sessions.allocator, tokens)
+    copy = sessions.save(slots, 0)
+    sessions.allocator.free(slots)
+    assert len(copy.units) == needs and [sessions.find(number) for number in range(3)] == left
+    copy.release()
+
+
+def test_a_retract_that_evicts_the_point_of_its_own_pages_keeps_them(device):
+    sessions = Sessions(device)
+    saved = [page.unit for page in sessions.keep(1, 2).page.path()]
+    sessions.keep(2, 8)
+    slots = oracle.resume(sessions.allocator, 2 * PAGE)
+    copy = sessions.save(slots, 0, saved)
+    sessions.allocator.free(slots)
+    assert (sessions.find(1), sessions.find(2)) == (0, 8) and copy.pages(0) == saved
+    sessions.host.memory.check_integrity()
+    copy.release()
+
+
+@pytest.mark.parametrize("by", ["save", "load"])
+def test_a_window_is_not_written_while_a_transfer_may_read_or_write_it(device, monkeypatch, by):
+    """Its point goes for a longer one, and that one's save takes its units at once."""
+    sessions, event = Sessions(device, 3 + TAIL), FakeEvent()
+    real = getattr(sessions.host._copier, by)
+
+    def transfer(copy, *given):
+        copy.lease.used_by = event
+        return real(copy, *given)
+
+    monkeypatch.setattr(sessions.host.pages_in_use, "wait_on_the_stream", lambda: None)
+    with monkeypatch.context() as patch:
+        if by == "save":
+            patch.setattr(sessions.host._copier, by, transfer)
+        point = sessions.keep(1, 2)
+        if by == "load":
+            patch.setattr(sessions.host._copier, by, transfer)
+            slots = oracle.resume(device.allocator, 2 * PAGE)
+            sessions.store.load(point, slots, 0)
+            device.allocator.free(slots)
+    tail = list(point.tail)
+    longer = sessions.keep(1, 3, behind=point)
+    assert set(tail) <= {longer.page.unit, *longer.tail} and event.waits == 1
+
+
+def test_the_units_of_a_point_that_went_rest_before_they_are_taken_again(device):
+    sessions = Sessions(device)
+    point = sessions.keep(1, 2)
+    young = {*point.tail, *(page.unit for page in point.page.path())}
+    sessions.store.clear("flush")
+    other = sessions.keep(2, 2)
+    assert young.isdisjoint({*other.tail, *(page.unit for page in other.page.path())})
 
 
 def test_behind_a_point_that_went_meanwhile_all_pages_are_kept_anew(device):
@@ -252,34 +351,38 @@ def test_pages_of_a_long_prompt_are_held_by_its_last_point_alone(device):
     first = sessions.keep(1, 2, window=False)
     second = sessions.keep(1, 4, behind=first, window=False)
     assert list(sessions.store.order) == [second] and sessions.find(1) == 0
+    assert sessions.store.held_bytes == 4 * UNIT
     sessions.keep(1, 5, behind=second)
     assert sessions.store.points == len(sessions.store.order) == 1 and sessions.find(1) == 5
 
 
 def test_room_is_made_ahead_of_the_saves_that_need_it(device):
-    """A save then evicts nothing, and finds the neighbouring blocks of whole sessions."""
-    sessions = Sessions(device, pages=100, windows=100)
+    """A save then evicts nothing, and finds the neighbouring units of whole sessions."""
+    sessions = Sessions(device, 160)
     for number in range(10):
         sessions.keep(number, 9, Hints(Rank.PINNED, ttl_seconds=60) if number == 0 else Hints())
         sessions.store.settle()
-    assert sessions.store.counters.evicted == {}, "ten pages are free"
-    sessions.keep(10, 10)
+    assert sessions.store.counters.evicted == {} and sessions.free == 160 - 10 * (9 + TAIL), "ten units, so enough"
+    sessions.keep(10, 3)
     sessions.store.settle()
-    assert sessions.store.counters.evicted == {"room": 1} and sessions.host.memory.pools[Group.PAGED].available == 9
+    assert sessions.store.counters.evicted == {"room": 1} and sessions.free == 1 + 9 + TAIL
     assert (sessions.find(0), sessions.find(1), sessions.find(2)) == (9, 0, 9)
-    sessions.store.few = sessions.store.enough = {Group.PAGED: 100, Group.WINDOW: 0}
+    sessions.store.few, sessions.store.enough = sessions.free + 1, sessions.free + 9 + TAIL + 1
     sessions.store.settle()
-    assert (sessions.find(0), sessions.find(2)) == (9, 9), "a pin goes for none who may never come"
+    assert [sessions.find(number) for number in range(5)] == [9, 0, 0, 0, 9], "several at once"
+    sessions.store.few = sessions.store.enough = 160
+    sessions.store.settle()
+    assert (sessions.find(0), sessions.find(4)) == (9, 9), "a pin goes for none who may never come"
 
 
 def test_the_way_to_a_point_stays_though_the_point_before_it_goes(device):
-    """Its save has no blocks of these pages: others' must make room, and these stay where they are."""
-    sessions = Sessions(device)
+    """Its save has no units of these pages: others' must make room, and these stay where they are."""
+    sessions = Sessions(device, 18)
     point = sessions.keep(1, 2)
     sessions.keep(2, 2)
-    blocks = [page.block for page in point.page.path()]
+    units = [page.unit for page in point.page.path()]
     longer = sessions.keep(1, 6, behind=point)
-    assert [page.block for page in longer.page.path()][:2] == blocks
+    assert [page.unit for page in longer.page.path()][:2] == units
     assert dict(sessions.store.counters.evicted) == {"room": 2}
     assert (sessions.find(1), sessions.find(2)) == (6, 0)
 
@@ -287,49 +390,50 @@ def test_the_way_to_a_point_stays_though_the_point_before_it_goes(device):
 def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
     sessions = Sessions(device)
     sessions.keep(1, 2)
-    sessions.store.make_room({Group.PAGED: 7, Group.WINDOW: 1})
-    sessions.store.make_room({Group.REQUEST: 3})
+    sessions.store.make_room(25)
     assert sessions.find(1) == 2
 
 
 def test_what_better_points_hold_is_no_room(device):
     """A prompt that fits only without a pin takes no plain session with it, and is not kept itself."""
-    sessions = Sessions(device, windows=4)
+    sessions = Sessions(device)
     sessions.keep(1, 3, Hints(Rank.PINNED, ttl_seconds=60.0)), sessions.keep(2, 1), sessions.keep(3, 1)
-    assert sessions.keep(4, 4) is None
+    assert sessions.keep(4, 10) is None
     assert [sessions.find(number) for number in (1, 2, 3)] == [3, 1, 1] and not sessions.store.counters.evicted
 
 
 def test_pages_that_a_waiting_copy_holds_are_no_room(device):
     """Its pages are here, too; to evict them frees nothing, and a retract that needs them takes no pin instead."""
-    sessions = Sessions(device, windows=4)
+    sessions = Sessions(device)
     sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
     slots = oracle.resume(sessions.allocator, 3 * PAGE)
     copy = sessions.save(slots, 0)
     sessions.store.adopt("a", array("q", [7] * (3 * PAGE + 1)), copy)
     sessions.allocator.free(slots)
     held = sessions.host.memory.held_bytes
-    assert held == copy.nbytes == sessions.host.counters.held_bytes, "its alerts see all of it"
-    sessions.store.make_room({Group.PAGED: 4})
+    assert held == copy.nbytes == (3 + TAIL) * UNIT == sessions.host.counters.held_bytes, "its alerts see all of it"
+    sessions.store.make_room(24 - 3 - TAIL + 1)
     assert sessions.find(1) == 2 and not sessions.store.counters.evicted
-    sessions.store.make_room({Group.PAGED: 3})
+    sessions.store.make_room(24 - 3 - TAIL)
     assert sessions.find(1) == 0 and sessions.host.memory.held_bytes == held
     point = sessions.keep(5, 2)
-    blocks = [page.block for page in point.page.path()]
+    units = [page.unit for page in point.page.path()]
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
-    beside = sessions.save(slots, 1, blocks)
+    beside = sessions.save(slots, 1, units)
     sessions.allocator.free(slots)
-    sessions.store.make_room({Group.PAGED: 2})
+    sessions.store.make_room(sessions.free + TAIL + 1)
     assert sessions.find(5) == 2, "its pages are that copy's"
+    sessions.store.make_room(sessions.free + TAIL)
+    assert sessions.find(5) == 0
     copy.release(), beside.release()
-    sessions.store.make_room({Group.PAGED: 6})
-    assert sessions.host.memory.pools[Group.PAGED].held == sessions.host.memory.held_bytes == 0
+    sessions.store.make_room(24)
+    assert sessions.host.memory.pool.held == sessions.host.memory.held_bytes == 0
     sessions.host.memory.check_integrity()
 
 
 def test_pages_that_a_save_goes_on_from_are_not_let_go_for_its_room(device):
     """They stay, so that it would gain nothing, and the next retract of their request would save them again."""
-    sessions = Sessions(device, windows=2)
+    sessions = Sessions(device)
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
     copy = sessions.save(slots, 0)
     sessions.store.adopt("a", array("q", [1] * (2 * PAGE + 1)), copy)
@@ -351,20 +455,21 @@ def test_a_request_without_hints_leaves_those_of_others(device):
         assert sessions.keep(1, 2, hints).order[0] is rank
 
 
-def test_pins_hold_half_of_what_sessions_may_hold(device):
-    most = Sessions(device).host.memory.regions
-    window, page = (most[group].packed.block_stride for group in (Group.WINDOW, Group.PAGED))
-    sessions = Sessions(device, windows=6, most=2 * (2 * page + window))
+@pytest.mark.parametrize(("units", "most"), [(24, 2 * (2 + TAIL)), (24, 2 * (2 + TAIL) + 1), (18, None)])
+def test_pins_hold_half_of_what_sessions_may_hold(device, units, most):
+    sessions = Sessions(device, units, most=most)
     assert sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PINNED
     assert sessions.keep(2, 1, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PLAIN
     assert sessions.keep(3, 1, Hints(Rank.RETAINED, priority=9, ttl_seconds=60.0)).order == (Rank.PLAIN, 0)
     hints = sessions.store.counters.hints
     assert (hints["kv.pin", "full"], hints["kv.retain", "full"]) == (1, 1)
+    less = Sessions(device, 24, most=2 * (2 + TAIL) - 1)
+    assert less.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PLAIN
 
 
 def test_turns_of_one_conversation_count_as_the_pages_that_they_hold(device):
     """Each turn leaves a pinned point; counted with all pages before it, the newest would soon be refused."""
-    sessions = Sessions(device, pages=10, windows=12)
+    sessions = Sessions(device, 2 * (5 + 3 * TAIL))
     for pages, rank in ((3, Rank.PINNED), (4, Rank.PINNED), (5, Rank.PINNED), (6, Rank.PLAIN), (5, Rank.PINNED)):
         assert sessions.keep(1, pages, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is rank
     assert (sessions.store.order.held_points, sessions.store.order.held_pages) == (3, 5)
@@ -374,13 +479,13 @@ def test_turns_of_one_conversation_count_as_the_pages_that_they_hold(device):
 
 def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):
     """Its own beginning is kept: to evict that point frees no page for the rest."""
-    sessions = Sessions(device, pages=3)
+    sessions = Sessions(device)
     sessions.keep(1, 1)
     sessions.store.settle()
     tokens = array("q", [1] * 5 * PAGE)
     with sessions.store.pages_of("a", tokens, 4 * PAGE) as shared:
         assert len(shared) == 1
-        sessions.store.make_room({Group.PAGED: 3, Group.WINDOW: 1})
+        sessions.store.make_room(24)
     assert sessions.find(1) == 1
 
 
@@ -389,14 +494,14 @@ def test_a_pin_whose_time_is_over_goes_before_others_for_a_retract(device):
     sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
     sessions.keep(2, 2)
     sessions.now = 61.0
-    sessions.store.make_room({Group.PAGED: 4})
+    sessions.store.make_room(12)
     assert (sessions.find(1), sessions.find(2)) == (0, 2)
 
 
 def test_a_pin_that_is_not_allowed_takes_no_room_of_a_pin(device):
-    """Pins hold half of the blocks at most: one client with too many would evict those of all others."""
+    """Pins hold half of the units at most: one client with too many would evict those of all others."""
     sessions = Sessions(device)
     sessions.keep(1, 3, Hints(Rank.PINNED, ttl_seconds=60.0))
-    assert sessions.keep(2, 4, Hints(Rank.PINNED, ttl_seconds=60.0)) is None
+    assert sessions.keep(2, 10, Hints(Rank.PINNED, ttl_seconds=60.0)) is None
     assert sessions.find(1) == 3
     assert sessions.store.counters.hints["kv.pin", "full"] == 1

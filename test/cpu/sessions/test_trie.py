@@ -28,8 +28,8 @@ def whole(tokens, ahead, end):
 @given(st.booleans(), ACTIONS)
 def test_it_finds_what_a_list_of_all_finds(pairs, actions):
     trie, ahead, points, made = Trie(PAGE, pairs), int(pairs), {}, 0
-    blocks = iter(range(10**6))
-    held: dict[tuple, int] = {}  # every page that a point needs, by namespace and tokens: its block
+    units = iter(range(10**6))
+    held: dict[tuple, int] = {}  # every page that a point needs, by namespace and tokens: its unit
     for what, namespace, tokens, end in actions:
         ends, version, had = whole(tokens, ahead, end), trie.version, len(points)
         keys = list(trie.keys(array("q", tokens), end))
@@ -41,38 +41,38 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
             walked = trie.walk(namespace, keys)
             found = last_point(walked[-1]) if walked else None
             assert found is next((points[way] for way in reversed(ways) if way in points), None)
-            assert [page.block for page in trie.walk(namespace, keys)] == [held[way] for way in ways if way in held]
+            assert [page.unit for page in trie.walk(namespace, keys)] == [held[way] for way in ways if way in held]
         elif what == "keep" and ways and ways[-1] not in points:
             missing = [way for way in ways if way not in held]
-            held |= {way: next(blocks) for way in missing}
+            held |= {way: next(units) for way in missing}
             there = trie.walk(namespace, keys)
             half = there[: len(there) // 2]
             assert trie.walk(namespace, keys[len(half) :], half[-1] if half else None) == there[len(half) :]
             added = trie.add(
                 namespace, there[-1] if there else None, keys[len(there) :], [held[way] for way in missing]
             )
-            assert [page.block for page in added] == [held[way] for way in missing]
+            assert [page.unit for page in added] == [held[way] for way in missing]
             made += 1
-            points[ways[-1]] = point = Point(trie.walk(namespace, keys)[-1], ends[-1], 0, made)
+            points[ways[-1]] = point = Point(trie.walk(namespace, keys)[-1], ends[-1], [], made)
             came = [trie.came(other) for other in NAMES]
             trie.put(namespace, point)
             assert [trie.came(other) != had for other, had in zip(NAMES, came, strict=True)] == [
                 other == namespace for other in NAMES
             ], "the look-ups of other namespaces stay as they are"
-            assert [page.block for page in point.page.path()] == [held[way] for way in ways]
+            assert [page.unit for page in point.page.path()] == [held[way] for way in ways]
         elif what == "drop" and points:
             way = sorted(points, key=str)[end % len(points)]
-            gone = {page.block for page in trie.take(points.pop(way))}
+            gone = {page.unit for page in trie.take(points.pop(way))}
             needed = {
                 (other[0], *other[1 : 1 + at + ahead])
                 for other in points
                 for at in range(PAGE, len(other) - ahead, PAGE)
             }
-            assert gone == {block for key, block in held.items() if key not in needed}
-            held = {key: block for key, block in held.items() if key in needed}
+            assert gone == {unit for key, unit in held.items() if key not in needed}
+            held = {key: unit for key, unit in held.items() if key in needed}
         assert (trie.version != version) == (len(points) != had), "a look-up is remembered until points come or go"
         pages = list(trie.pages())
-        assert sorted(page.block for page in pages) == sorted(held.values()) and all(map(trie.has, pages))
+        assert sorted(page.unit for page in pages) == sorted(held.values()) and all(map(trie.has, pages))
         for page in pages[:1]:
             below = trie.below(page)
             assert set(below) == {other for other in pages if page in other.path()}
@@ -91,13 +91,13 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
 def test_a_reader_keeps_its_pages_while_all_points_go():
     trie, keys = Trie(PAGE, pairs=False), [b"1", b"2", b"3"]
     pages = trie.add(None, None, keys, [7, 8, 9])
-    point = Point(pages[-1], 3 * PAGE, 0, 1)
+    point = Point(pages[-1], 3 * PAGE, [], 1)
     trie.put(None, point)
     trie.used = pages[1]
-    assert [page.block for page in trie.take(point)] == [9]
+    assert [page.unit for page in trie.take(point)] == [9]
     assert trie.walk(None, keys) == pages[:2]
     trie.used = None
-    assert [page.block for page in trie.prune(pages[1])] == [8, 7]
+    assert [page.unit for page in trie.prune(pages[1])] == [8, 7]
 
 
 def test_with_drafts_the_token_behind_a_page_is_part_of_it():

@@ -8,7 +8,6 @@ import torch
 from builders import DEVICE, POISON, Served, served
 from pretended_device import Device, Event
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, IndexMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.settings import Settings
@@ -19,7 +18,7 @@ from sglang_dsv4.transfer import locate as locate_module
 from sglang_dsv4.transfer.copier import Copier
 from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.pages_in_use import PagesInUse
-from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
+from sglang_dsv4.transfer.reference import ReferenceCopier, pieces, tail_image
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="a real device is tested in test/gpu"),
@@ -35,12 +34,31 @@ CASES = [
 ]
 TOKENS = (1_900, 130, 1_000, 257, 2_047)
 OPS = ("copy_pages", "copy_rows", "copy_to_host", "copy_to_device")
+PART = 5  # units that are registered together
 
 
-def sized(monkeypatch, world: Served, blocks_a_slot: int, short: int) -> None:
-    stride = world.memory.regions[Group.PAGED].packed.block_stride
-    monkeypatch.setattr(copier_module, "SLOT_BYTES", blocks_a_slot * stride + 5)
-    monkeypatch.setattr(copier_module, "SHORT_BYTES", short * stride + 5)
+def sized(monkeypatch, world: Served, units_a_slot: int, short: int) -> None:
+    nbytes = world.memory.units.nbytes
+    monkeypatch.setattr(copier_module, "SLOT_BYTES", units_a_slot * nbytes + 5)
+    monkeypatch.setattr(copier_module, "SHORT_BYTES", short * nbytes + 5)
+
+
+def device_of(monkeypatch, world: Served, *how) -> Device:
+    """A device that copies within one registered part of the arena, as a driver does."""
+    device = Device(monkeypatch, *how)
+    base, part = world.memory.arena.region.data_ptr(), PART * world.memory.units.nbytes
+    for number, name in enumerate(("copy_to_host", "copy_to_device")):
+        move = getattr(copier_module, name)
+
+        def within(*copy: int, move=move, number=number) -> None:
+            first, last = copy[number] - base, copy[number] - base + copy[2] - 1
+            assert 0 <= first <= last < world.memory.arena.nbytes and first // part == last // part, (
+                "a copy over two parts"
+            )
+            move(*copy)
+
+        monkeypatch.setattr(copier_module, name, within)
+    return device
 
 
 def own_pages(world: Served, request: oracle.Request) -> dict[oracle.BufferKey, list[int]]:
@@ -76,7 +94,9 @@ def wrong(world: Served, request: oracle.Request) -> Request:
 
 @pytest.fixture
 def shared() -> Served:
-    return served((4, 128), blocks=80, copies=10, pages=40, swa_pages=40, requests=8)
+    world = served((4, 128), units=300, pages=40, swa_pages=40, requests=8)
+    world.memory.chunk = PART
+    return world
 
 
 def fresh(world: Served) -> Served:
@@ -88,16 +108,16 @@ def fresh(world: Served) -> Served:
 
 @pytest.mark.parametrize(("order", "late", "size"), CASES)
 def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
-    """Pages are somebody else's as soon as a save returns; some requests turn out to be wrong; blocks are scattered."""
+    """Pages are somebody else's as soon as a save returns; some requests turn out to be wrong; units are scattered."""
     world = fresh(shared)
     sized(monkeypatch, world, *SIZES[size])
-    device = Device(monkeypatch, order, late)
+    device = device_of(monkeypatch, world, order, late)
     copier = device.copier(world.side, world.memory)
     oracle.fill(world.pool, seed=3)
     world.memory.arena.region.fill_(POISON)
-    pool, copies, wanted = world.memory.pools[Group.PAGED], [], []
+    pool, copies, wanted = world.memory.pool, [], []
     everything = pool.take(pool.total)
-    pool.give_back([block for block in everything if block % 3])  # no more than two neighbours
+    pool.give_back([unit for unit in everything if unit % 3])  # no more than two neighbours
     for number, tokens in enumerate(TOKENS):
         request, other = world.start(tokens, slot=number), world.start(600, slot=7)
         copy, spare = (world.memory.allocate(n, world.side.geometry) for n in (tokens, 600))
@@ -134,7 +154,7 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
         assert oracle.cleared_ring_ok(world.pool, request.req_slot, request.n)
     for number, copy, request in again:
         spans = world.plan(request)
-        pairs = zip(pieces(world.side, copies[number], spans), pieces(world.side, copy, spans), strict=True)
+        pairs = zip(*(pieces(world.side, one, spans, tail_image(one)) for one in (copies[number], copy)), strict=True)
         for first, second in pairs:
             assert torch.equal(first.host, second.host), (number, first.spans.family.name, first.layer)
     device.finish()
@@ -142,7 +162,7 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
         oracle.release(world.allocator, request.slots)
     for copy in (*copies, *(copy for _, copy, _ in again)):
         copy.release()
-    pool.give_back([block for block in everything if not block % 3])
+    pool.give_back([unit for unit in everything if not unit % 3])
     world.memory.check_integrity()
 
 
@@ -152,7 +172,7 @@ def test_transfers_that_nobody_waits_for(monkeypatch, shared, order, late, size)
     world = fresh(shared)
     sized(monkeypatch, world, *SIZES[size])
     monkeypatch.setattr(locate_module, "SEARCHES", 3)
-    device = Device(monkeypatch, order, late)
+    device = device_of(monkeypatch, world, order, late)
     copier = device.copier(world.side, world.memory)
     oracle.fill(world.pool, seed=3)
     requests = [world.start(tokens, slot=number) for number, tokens in enumerate(TOKENS)]
@@ -192,7 +212,7 @@ def test_who_gets_the_pages_of_a_save_does_not_wait_for_the_link(monkeypatch, sh
     """A long save gathers its last page when all but two slots of the ring have moved."""
     world = fresh(shared)
     sized(monkeypatch, world, *SIZES[size])
-    device, opened = Device(monkeypatch, "main"), Event(None)
+    device, opened = device_of(monkeypatch, world, "main"), Event(None)
     opened.recorded, move = 1, copier_module.copy_to_host
 
     def move_later(*copy: int) -> None:
@@ -230,7 +250,7 @@ def test_pages_that_are_shared_are_not_written(monkeypatch, shared, size, first_
     """A plain server's prefix tree holds the first pages: others read them."""
     world = fresh(shared)
     sized(monkeypatch, world, *SIZES[size])
-    device = Device(monkeypatch, "engine", True)
+    device = device_of(monkeypatch, world, "engine", True)
     copier = device.copier(world.side, world.memory)
     oracle.fill(world.pool, seed=5)
     request, copy = world.start(1_000, slot=1), world.memory.allocate(1_000, world.side.geometry)
@@ -259,7 +279,7 @@ def test_a_load_that_another_rank_refuses_writes_nothing(monkeypatch, shared):
         raise AnotherRank("another rank could not load the request")
 
     world = fresh(shared)
-    device = Device(monkeypatch)
+    device = device_of(monkeypatch, world)
     copier = Copier(world.side, world.memory, tuple, another_refuses, cuda=device)
     oracle.fill(world.pool, seed=5)
     request, copy = world.start(700, slot=1), world.memory.allocate(700, world.side.geometry)
@@ -279,7 +299,7 @@ def test_traps_4_and_5_what_comes_before_and_after(monkeypatch, shared, order):
     """A save sees what the caller's stream has queued. A load comes after the last forward of the pages' owner, on a
     stream of its own, and before whatever the caller's stream gets next."""
     world = fresh(shared)
-    device = Device(monkeypatch, order)
+    device = device_of(monkeypatch, world, order)
     copier = device.copier(world.side, world.memory)
     oracle.fill(world.pool, seed=5)
     request = world.start(700, slot=1)
@@ -312,10 +332,10 @@ def test_traps_4_and_5_what_comes_before_and_after(monkeypatch, shared, order):
 @pytest.mark.parametrize("step", ["copy_pages", "locate", "copy_rows", "copy_to_host", "copy_to_device"])
 @pytest.mark.parametrize("way", ["save", "save of one chunk", "load"])
 def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, way, step):
-    """What was enqueued still touches the blocks: they come back, but nobody gets them before the event."""
+    """What was enqueued still touches the units: they come back, but nobody gets them before the event."""
     world, save = fresh(shared), way != "load"
     sized(monkeypatch, world, *SIZES["all in one" if way == "save of one chunk" else "one a slot"])
-    device = Device(monkeypatch)
+    device = device_of(monkeypatch, world)
     copier = device.copier(world.side, world.memory)
     request = world.start(300, slot=1)
     copy = world.memory.allocate(300, world.side.geometry)
@@ -348,7 +368,7 @@ def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, way, 
 @pytest.mark.parametrize("ratios", [(0, 4, 128), FLASH_RATIOS], ids=["3 layers", "43 layers"])
 def test_a_transfer_sends_and_launches_the_same_whatever_the_layers(monkeypatch, ratios):
     """One launch to find it, one for the rows, one for the pages; no static byte goes to the card again."""
-    world = served(ratios, blocks=3, copies=1, pages=2, swa_pages=2, requests=1)
+    world = served(ratios, pages=2, swa_pages=2, requests=1)
     device = Device(monkeypatch, lazy=False)
     copier = device.copier(world.side, world.memory)
     calls: list[str] = []
@@ -360,7 +380,7 @@ def test_a_transfer_sends_and_launches_the_same_whatever_the_layers(monkeypatch,
         calls.clear()
         before = world.side.residents.sent_bytes
         transfer(copy, world.request(request))
-        copies = ["copy_to_host" if transfer == copier.save else "copy_to_device"] * 3
+        copies = ["copy_to_host" if transfer == copier.save else "copy_to_device"] * 2
         assert sorted(calls) == sorted(["locate", "copy_rows", "copy_pages", *copies])
         assert world.side.residents.sent_bytes == before
     device.finish()

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real device is teste
 LENGTHS = (0, 1, 3, 127, 128, 129, 255, 256, 257, 382, 383, 384, 385, 511, 512, 1000, 1025, 2047)
 SPECS = {
     "plain": {},
-    "without c4": {"ratios": (0, 128)},
-    "stage without c4 and c128": {"ratios": (0, 4, 128, 0), "stage": (3, 4), "blocks": 0},
-    "window only": {"ratios": (0, 0), "blocks": 0},
+    "without c4": {"ratios": (0, 128), "units": 200},
+    "stage without c4 and c128": {"ratios": (0, 4, 128, 0), "stage": (3, 4)},
+    "window only": {"ratios": (0, 0)},
 }
 
 
@@ -67,7 +67,7 @@ def test_what_the_allocator_gives(monkeypatch, world):
 
 def test_one_locator_for_long_and_short_requests(monkeypatch):
     """What it found before does not show; a stage without pages bounds no request, its report grows."""
-    world = served((0, 0), blocks=0, pages=40, swa_pages=9)
+    world = served((0, 0), pages=40, swa_pages=9)
     device = Device(monkeypatch)
     locator = Locator(world.side, device)
     for tokens in (3, 700, 256 * 30 + 5, 300, 130):

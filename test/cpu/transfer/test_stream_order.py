@@ -11,7 +11,6 @@ from builders import DEVICE, Served, served
 from clocks import Race
 from ordered_card import OrderedCard, ordered_card
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.transfer import copier as copier_module
 from sglang_dsv4.transfer import locate as locate_module
@@ -31,13 +30,13 @@ def card(monkeypatch):
 @pytest.fixture
 def world(card: OrderedCard) -> Served:
     """Made on the card: its pages are followed, too."""
-    return served((0, 4, 128, 4), blocks=80, copies=10, pages=40, swa_pages=40, requests=8)
+    return served((0, 4, 128, 4), units=160, pages=40, swa_pages=40, requests=8)
 
 
-def ring_of_one_block(monkeypatch, world: Served) -> None:
+def ring_of_one_unit(monkeypatch, world: Served) -> None:
     """Lets even short requests go round the ring of slots."""
     for name in ("SLOT_BYTES", "SHORT_BYTES"):
-        monkeypatch.setattr(copier_module, name, world.memory.regions[Group.PAGED].packed.block_stride + 5)
+        monkeypatch.setattr(copier_module, name, world.memory.units.nbytes + 5)
 
 
 def test_a_tensor_that_another_stream_uses_too_early_is_found(card: OrderedCard):
@@ -75,11 +74,11 @@ def test_the_warm_up(card: OrderedCard, world: Served):
 
 
 @pytest.mark.parametrize("searches", [2, 64])
-@pytest.mark.parametrize("ring", ["one block", "as it is"])
+@pytest.mark.parametrize("ring", ["one unit", "as it is"])
 def test_saves_and_loads(monkeypatch, card: OrderedCard, world: Served, ring: str, searches: int):
     """Saves that nobody waits for, one of them at fault, then loads; the requests' indices are given up at once."""
-    if ring == "one block":
-        ring_of_one_block(monkeypatch, world)
+    if ring == "one unit":
+        ring_of_one_unit(monkeypatch, world)
     monkeypatch.setattr(locate_module, "SEARCHES", searches)
     copier = card.copier(world.side, world.memory)
     copier.warm_up()

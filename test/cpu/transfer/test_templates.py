@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from builders import Served, served
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.transfer.templates import RowImage, RowTemplates
+from sglang_dsv4.transfer.templates import RowTemplates
 from triton_ops.copy_rows import EMPTY, FIELDS, HOST_OFFSET
 
 RATIOS = (0, 4, 128, 4, 128)
-BLOCKS, COPIES = 12, 3
 LENGTHS = (0, 1, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 385, 511, 512, 513, 1_000, 4_097, 65_536 + 130)
 PAGES = (3, 9, 7)  # the slot, and the window's SWA pages
 
@@ -23,12 +20,12 @@ def world(request) -> Served:
     """The second has two request families, whose pending rows differ in number."""
     pairs = {} if request.param == "v4" else {"sources": (5, 6)}
     ratios = (*RATIOS, 2, 1) if pairs else RATIOS
-    return served(ratios, blocks=BLOCKS, copies=COPIES, pages=12, swa_pages=9, **pairs)
+    return served(ratios, pages=12, swa_pages=9, **pairs)
 
 
 @pytest.fixture(scope="module")
 def templates(world) -> RowTemplates:
-    return RowTemplates(world.side, world.memory)
+    return RowTemplates(world.side)
 
 
 def placed(template) -> list[dict[str, int]]:
@@ -62,26 +59,25 @@ def ordered(found: list[np.ndarray]) -> np.ndarray:
 
 
 def expected_words(world: Served, n: int) -> np.ndarray:
-    """One token and one layer at a time; the window's first page is SWA page 9, its second 7."""
-    found, first = [], 0
+    """One token and one layer at a time; the window's first page is SWA page 9, its second 7.
+
+    In the tail families begin at multiples of 256; layer by layer, plane by plane, the live rows alone.
+    """
+    found, first, at = [], 0, 0
     for family in (f for f in world.side.families if f.layers and f.group is not Group.PAGED):
-        packed, live = world.memory.regions[family.group].packed, family.live_from(n)
-        turns = len(family.layers) if family.group is Group.REQUEST else 1  # row by row, the layers in turn
-        for position, layer in itertools.product(range(live, n), range(len(family.layers))):
-            page = PAGES[0 if family.group is Group.REQUEST else 1 + position // 256 - max(0, n - 127) // 256]
-            at = page * family.page_bytes, image(world)[family.group] + packed.slot_offset(family, layer)
-            for plane, on_host in zip(family.planes, family.host_planes, strict=True):
-                k, row = np.arange(plane.row_bytes // 8), position % 256 % family.rows
-                there = (at[0] + plane.offset + row * plane.row_bytes) // 8 + k
-                here = (at[1] + on_host.offset + (position - live) * turns * plane.row_bytes) // 8 + k
-                found.append(np.stack([np.full(len(k), first + layer), there, here], axis=1))
+        at, live = -(-at // 256) * 256, family.live_from(n)
+        for layer in range(len(family.layers)):
+            for plane in family.planes:
+                k = np.arange(plane.row_bytes // 8)
+                for position in range(live, n):
+                    page = PAGES[0 if family.group is Group.REQUEST else 1 + position // 256 - max(0, n - 127) // 256]
+                    row = position % 256 % family.rows
+                    there = (page * family.page_bytes + plane.offset + row * plane.row_bytes) // 8 + k
+                    found.append(np.stack([np.full(len(k), first + layer), there, at // 8 + k], axis=1))
+                    at += plane.row_bytes
         first += len(family.layers)
+    assert at <= world.memory.units.tail(n) * world.memory.units.nbytes
     return ordered(found)
-
-
-def image(world: Served) -> dict[Group, int]:
-    """Where a group's block starts in the row image."""
-    return {Group.WINDOW: 0, Group.REQUEST: world.memory.regions[Group.WINDOW].packed.block_stride}
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -110,26 +106,3 @@ def test_a_load_resets_the_rows_of_the_rings_that_it_does_not_write(world, templ
             rows += range(at, at + s["rows"])
         live = {p % family.rows for p in range(family.live_from(n), n)}
         assert rows == [row for row in range(family.rows) if row not in live]
-
-
-@pytest.mark.parametrize("n", [0, 1, 127, 128, 300])
-def test_the_runs_of_an_image_hold_what_lives(world, templates, n):
-    """Of the request block the pending rows alone; in the arena, blocks other than the first."""
-    before = world.memory.allocate(100, world.side.geometry)
-    copy = world.memory.allocate(n, world.side.geometry)
-    runs = RowImage(world.memory).runs(copy)
-    starts = {
-        world.memory.regions[group].start + world.memory.regions[group].packed.block_stride - start
-        for group, start in image(world).items()
-    }
-    assert {arena - start for arena, start, _ in runs} <= starts, "another copy's block"
-    pending = sum(nbytes for _, start, nbytes in runs if start >= image(world)[Group.REQUEST])
-    requests = [f for f in world.side.families if f.group is Group.REQUEST]
-    assert pending == sum(f.moved_bytes(world.side.geometry.page_size, n) for f in requests)
-    touched = 8 * words_of(placed(templates.of(n, save=True)))[:, 2]
-    held = np.zeros(len(touched), bool)
-    for _, start, nbytes in runs:
-        held |= (touched >= start) & (touched + 8 <= start + nbytes)
-    assert bool(held.all())
-    copy.release()
-    before.release()

@@ -7,22 +7,23 @@ import pytest
 from builders import Served, served, wait
 from pool_fixture import make_world, saved
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import VerifyMismatch
-from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier
 
 # 300 tokens: two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
 RATIOS = (0, 4, 128, 4, 128)
 N, SLOT, NEW_SLOT = 300, 2, 1
-BLOCKS = 8
+UNIT = 98_304  # 2 * (37,440 + 8,448) + 2 * 1,728, padded
+TAIL = 9  # units of 5 * 127 * 584 + 2 * 4 * (8,192 + 2,048) + 2 * 44 * 4,096 bytes, with 104 between: 8.3
 
 
 @pytest.fixture
 def loaded():
     """A request saved, then loaded elsewhere: (world, copy, request, plan)."""
-    world = served(RATIOS, blocks=BLOCKS)
+    world = served(RATIOS)
     oracle.fill(world.pool, seed=3)
     request = world.start(N, SLOT)
     copy = world.memory.allocate(N, world.side.geometry)
@@ -37,37 +38,67 @@ def loaded():
     copy.release()
 
 
-def in_arena(memory: HostMemory, family: str, index: int, block: int, byte: int) -> int:
-    """Byte of the arena: layer number ``index`` of a family, in the copy's block number ``block``.
-
-    Of c128_state ``byte`` counts over the rows of both layers, which take turns.
-    """
-    region, member = next((r, f) for r in memory.regions.values() for f in r.packed.families if f.name == family)
-    return memory.offset(member.group, block) + region.packed.slot_offset(member, index) + byte
+def in_arena(copy: HostCopy, index: int, byte: int) -> int:
+    """Byte of the arena: of unit number ``index`` of the copy."""
+    assert copy.memory.units.nbytes == UNIT and copy.in_tail == TAIL
+    return copy.units[index] * UNIT + byte
 
 
-# family, its layer's number, block of the copy, byte of the slot, where
+# unit of the copy, byte of it, where
 HOST_FLIPS = [
-    ("c4_kv", 1, 1, 100, "tokens 256 to 300"),
-    ("c4_indexer", 0, 0, 8_447, "tokens 0 to 256"),
-    ("c128_kv", 1, 1, 1_727, "tokens 256 to 300"),  # padding
-    ("swa_kv", 0, 0, 5, "the window block"),
-    ("swa_kv", 2, 0, 127 * 576, "the window block"),  # a row that holds nothing
-    ("c4_state", 0, 0, 4 * 8_192 - 1, "the window block"),
-    ("c128_state", 1, 0, 7 * 8_192, "the request block"),
+    (0, 8_447, "tokens 0 to 256"),
+    (1, 100, "tokens 256 to 300"),
+    (1, UNIT - 1, "tokens 256 to 300"),  # padding
+    (2, 5, "unit 0 of 9 of the tail"),
+    (6, 98_000, "unit 4 of 9 of the tail"),
+    (10, 3, "unit 8 of 9 of the tail"),
+    (10, UNIT - 1, "unit 8 of 9 of the tail"),  # behind the live rows
 ]
 
 
-@pytest.mark.parametrize(("family", "index", "block", "byte", "where"), HOST_FLIPS)
-def test_a_byte_changed_in_the_arena_is_found(loaded, family, index, block, byte, where):
-    """Of any block of the copy, its bytes that are not live, too: nobody else writes there."""
+@pytest.mark.parametrize(("index", "byte", "where"), HOST_FLIPS)
+def test_a_byte_changed_in_the_arena_is_found(loaded, index, byte, where):
+    """Of any unit of the copy, its bytes that are not live, too: nobody else writes there."""
     _, copy, _, _ = loaded
-    at = in_arena(copy.memory, family, index, block, byte)
+    at = in_arena(copy, index, byte)
     copy.memory.arena.region[at] ^= 0x10
-    with pytest.raises(VerifyMismatch, match=rf"changed since the save: {where} \(checksum of \d+ bytes\)"):
+    with pytest.raises(VerifyMismatch, match=rf"changed since the save: {where} \(checksum of {UNIT} bytes\)"):
         verify.check_host(copy)
     copy.memory.arena.region[at] ^= 0x10
     verify.check_host(copy)
+
+
+# Of 11 units rank 0 saves pages and three of the tail. The fourth begins in layer 3 of the window, whose rows begin at
+# byte 3 * 127 * 584 of the tail: in row 125, position 298, with byte 3 * UNIT - 222,504 - 125 * 576 = 408 of the row.
+IN_TWO = "family swa_kv, layer 3, position 298, byte"
+
+
+@pytest.mark.parametrize(
+    ("rank", "flips", "said"),
+    [
+        (1, [(4, UNIT - 1)], f"rank 1 has other bytes than rank 0 saved: {IN_TWO} 407 of the row in plane 0"),
+        (0, [(5, 0)], f"rank 0 has other bytes than rank 1 saved: {IN_TWO} 408 of the row in plane 0"),
+        (1, [(4, UNIT - 1), (5, 0)], f"rank 1 has other bytes than rank 0 saved: {IN_TWO} 407 of the row in plane 0"),
+        (1, [(0, 100)], "rank 1 has other bytes than rank 0 saved: family c4_kv, layer 1, position 3, byte 100 of the"),
+        (0, [(0, 100)], None),  # its own to save
+        (1, [(1, 60 * 576)], None),  # a dead row
+        (0, [(10, UNIT - 1)], None),  # behind the live rows
+    ],
+)
+def test_the_rank_that_saved_other_bytes_is_named(loaded, rank, flips, said):
+    """Of a piece that lies in the units of two ranks, the one whose byte is the first that is wrong."""
+    world, copy, _, spans = loaded
+    copy.shares, copy.rank = split(2, len(copy.units)), rank
+    assert copy.shares == (range(5), range(5, 11))
+    verify.check_shares(world.side, copy, spans)
+    for index, byte in flips:
+        copy.memory.arena.region[in_arena(copy, index, byte)] ^= 0x10
+    if said is None:
+        verify.check_shares(world.side, copy, spans)
+        return
+    with pytest.raises(VerifyMismatch) as caught:
+        verify.check_shares(world.side, copy, spans)
+    assert str(caught.value).startswith(said)
 
 
 # family, layer, position, plane, byte of the row's piece, byte named: counted from the start of the page where whole
@@ -116,9 +147,9 @@ def test_a_load_refuses_a_copy_that_changed():
     _, expected, copy = saved(world, tokens=N)
     again = oracle.Request(oracle.resume(world.allocator, N), NEW_SLOT + 1, N)
     before, arena = oracle.snapshot(world.pool), copy.memory.arena.region
-    where = in_arena(copy.memory, "swa_kv", 1, 0, 99)
+    where = copy.memory.offset(copy.tail_units[1]) + 99
     arena[where] ^= 1
-    with pytest.raises(VerifyMismatch, match="changed since the save: the window block "):
+    with pytest.raises(VerifyMismatch, match=r"changed since the save: unit 1 of \d+ of the tail "):
         world.load(copy, again)
     oracle.assert_only_changed(before, world.pool)
     assert not copy.released
@@ -158,6 +189,6 @@ def test_pages_that_are_shared_are_neither_compared_nor_counted():
     world.leave(request)
     oracle.poison(world.pool)
     again, host = world.start(3, 700), world.pool.host
-    nbytes, stride = copy.nbytes, host.memory.regions[Group.PAGED].packed.block_stride
+    nbytes, unit = copy.nbytes, host.memory.units.nbytes
     host.load(copy, again.slots, world.pool.full_to_swa_index_mapping, 3, first_page=2)
-    assert (host.counters.verified, host.counters.loaded_bytes) == (1, nbytes - 2 * stride)
+    assert (host.counters.verified, host.counters.loaded_bytes) == (1, nbytes - 2 * unit)

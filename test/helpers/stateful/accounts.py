@@ -1,36 +1,28 @@
-"""Checks after every step that no host block, page or slot is lost or has two users."""
-
-from collections import Counter
+"""Checks after every step that no host unit, page or slot is lost or has two users."""
 
 from hypothesis.stateful import invariant
 
-from sglang_dsv4.cache.family import Group
 from stateful.model import Requests
-from stateful.pool import PAGE, SPEC, pages_of
+from stateful.pool import PAGE, SPEC
 
 
 class Accounts(Requests):
     @invariant()
-    def host_blocks_are_accounted(self) -> None:
+    def host_units_are_accounted(self) -> None:
         memory = self.memory
         memory.check_integrity()
         assert memory.copies == len(self.saved)
         assert memory.leaks == self.leaks
         assert memory.held_bytes == sum(saved.copy.nbytes for saved in self.saved)
-        used = Counter({Group.WINDOW: len(self.saved), Group.REQUEST: len(self.saved)})
-        used[Group.PAGED] = sum(pages_of(saved.tokens) for saved in self.saved)
-        for group, total in self.totals.items():
-            assert memory.pools[group].available == total - used[group]
+        assert memory.pool.available == self.total - self._host_used()
 
     @invariant()
-    def no_host_block_has_two_users(self) -> None:
-        """Asserts that no host block belongs to two copies, or to a copy while a load still reads it."""
-        self.reading = [(event, blocks) for event, blocks in self.reading if not event.query()]
-        for group in Group:
-            users = [saved.copy.blocks[group] for saved in self.saved]
-            users += [blocks[group] for _, blocks in self.reading]
-            numbers = [block for blocks in users for block in blocks]
-            assert len(set(numbers)) == len(numbers), f"{group.value}: {numbers}"
+    def no_host_unit_has_two_users(self) -> None:
+        """Asserts that no host unit belongs to two copies, or to a copy while a load still reads it."""
+        self.reading = [(event, units) for event, units in self.reading if not event.query()]
+        users = [saved.copy.units for saved in self.saved] + [units for _, units in self.reading]
+        numbers = [unit for units in users for unit in units]
+        assert len(set(numbers)) == len(numbers), numbers
 
     @invariant()
     def device_pages_are_accounted(self) -> None:
@@ -61,11 +53,11 @@ class Accounts(Requests):
             assert self.device.clean()
             assert self.memory.copies == self.memory.held_bytes == 0
             assert self.memory.leaks == self.leaks
-            for group, pool in self.memory.pools.items():
-                assert pool.available == pool.total == self.totals[group]
-                everything = pool.take(pool.total)
-                assert everything == list(range(pool.total))
-                pool.give_back(everything)
+            pool = self.memory.pool
+            assert pool.available == pool.total == self.total
+            everything = pool.take(pool.total)
+            assert everything == list(range(pool.total))
+            pool.give_back(everything)
             self.memory.turns.reach(self.memory.turns.now)
             self.memory.check_integrity()
             assert all(event.passed for event, _ in self.reading)

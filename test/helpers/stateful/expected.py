@@ -9,7 +9,7 @@ from typing import Any
 
 import oracle
 
-from sglang_dsv4.cache.family import Group
+from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from stateful.pool import PAGE
 
@@ -44,18 +44,33 @@ class Kept:
         return self.rank, self.priority
 
 
-class Expected:
-    """Holds the points, the pages under them, and the pages of each retracted request.
+@dataclass(eq=False)
+class Away:
+    """Models a retracted request: its pages, some of which points have, too, and its other rows, in ``tail`` units."""
 
-    totals, stride: blocks, and bytes of one, by group. most: bytes that points may hold. pairs: a page's key has the
-    token behind it, too.
+    copy: HostCopy
+    prompt: Prompt
+    pages: list[Saved]
+    rest: Rows
+    tail: int
+    tokens: int
+
+
+class Expected:
+    """Holds the points, the pages under them, and the retracted requests.
+
+    total: units, of ``unit`` bytes each; the window before a page end takes ``tail`` of them. most: bytes that points
+    may hold. pairs: a page's key has the token behind it, too.
     """
 
-    def __init__(self, totals: dict[Group, int], stride: dict[Group, int], most: int | None, pairs: bool) -> None:
-        self.totals, self.stride, self.most, self.pairs = totals, stride, most, pairs
+    few = enough = 0
+
+    def __init__(self, total: int, unit: int, tail: int, most: int | None, pairs: bool) -> None:
+        self.total, self.unit, self.tail, self.pairs = total, unit, tail, pairs
+        self.most = total * unit if most is None else min(most, total * unit)
         self.points: list[Kept] = []
         self.pages: dict[Any, Saved] = {}
-        self.away: list[list[Saved]] = []
+        self.away: list[Away] = []
         self.faults: list[Saved | Kept] = []  # the first page, or the point alone, of a wrong save, not settled
         self.now, self._turn = 0.0, 0
         self.is_clean = True  # no weights changed since the last flush
@@ -92,21 +107,20 @@ class Expected:
     @property
     def away_pages(self) -> set[Saved]:
         """Returns the pages of retracted requests."""
-        return {page for pages in self.away for page in pages}
+        return {page for away in self.away for page in away.pages}
 
     def nbytes(self) -> int:
-        """Counts the bytes under the points."""
-        return len(self.pages) * self.stride[Group.PAGED] + self.windows * self.stride[Group.WINDOW]
+        """Counts the bytes of the units under the points."""
+        return (len(self.pages) + self.windows * self.tail) * self.unit
 
-    def free(self, group: Group) -> int:
-        """Counts the blocks that nobody holds."""
-        if group is Group.PAGED:
-            return self.totals[group] - len({*self.pages.values(), *self.away_pages})
-        return self.totals[group] - len(self.away) - (self.windows if group is Group.WINDOW else 0)
+    def away_bytes(self) -> int:
+        """Counts the bytes of the units under the retracted requests."""
+        return (len(self.away_pages) + sum(away.tail for away in self.away)) * self.unit
 
-    def has_free(self, needs: dict[Group, int]) -> bool:
-        """Returns whether so many blocks are free."""
-        return all(self.free(group) >= count for group, count in needs.items())
+    def free(self) -> int:
+        """Counts the units that nobody holds."""
+        pages = {*self.pages.values(), *self.away_pages}
+        return self.total - len(pages) - self.windows * self.tail - sum(away.tail for away in self.away)
 
     # ------------------------------------------------------------------------------------------------- what comes
 
@@ -134,8 +148,8 @@ class Expected:
             done["kept already"] += 1
             return True
         known = self.known(way)
-        needs = {Group.PAGED: len(way) - len(known), Group.WINDOW: int(window)}
-        if not self.find_room(needs, known, self.most, (hints.rank, hints.priority)) or refused:
+        needs = len(way) - len(known) + self.tail * window
+        if not self.find_room(needs, known, (hints.rank, hints.priority)) or refused:
             self.prune()
             return False
         for number, key in enumerate(way):
@@ -159,7 +173,7 @@ class Expected:
             return
         way = self.way(prompt)[:count]
         new = [key for key in way if key not in self.pages]
-        if new and (self.most is None or self.nbytes() + len(new) * self.stride[Group.PAGED] <= self.most):
+        if new and self.nbytes() + len(new) * self.unit <= self.most:
             self.pages |= {key: page for key, page in zip(way, pages, strict=False) if key in new}
             kept = Kept(prompt, way, None, Rank.EXPIRED)
             self.points.append(kept)
@@ -201,30 +215,29 @@ class Expected:
             return hints
         held = [other for other in self.points if other.rank in HELD and other is not kept]
         pages = len({*way, *(key for other in held for key in other.way)})
-        nbytes = pages * self.stride[Group.PAGED] + (len(held) + 1) * self.stride[Group.WINDOW]
-        fits = self.most is None or 2 * nbytes <= self.most
-        if fits and 2 * pages <= self.totals[Group.PAGED] and 2 * (len(held) + 1) <= self.totals[Group.WINDOW]:
+        if 2 * (pages + (len(held) + 1) * self.tail) * self.unit <= self.most:
             return hints
         done["too many held"] += 1
         return replace(hints, rank=Rank.PLAIN, priority=0, ttl_seconds=None)
 
     # -------------------------------------------------------------------------------------------------- what goes
 
-    def find_room(
-        self, needs: dict[Group, int], used: list[Any] | None = None, most: int | None = None, last: Any = None
-    ) -> bool:
-        """Evicts as the store should. used: keys of pages that stay. last: the order beyond which none goes."""
+    def find_room(self, needs: int, used: list[Any] | None = None, last: Any = None) -> bool:
+        """Evicts as the store should. used: keys of pages that stay.
+
+        last: the order of the point that needs the room, beyond which none goes; None: a retract needs it.
+        """
         before, count = (list(self.points), dict(self.pages)), 0
         for first in self.order():
-            if self.has_room(needs, most) or (last is not None and first.order > last):
+            if self.has_room(needs, last) or (last is not None and first.order > last):
                 break
-            waits = most is None and any(self.pages[first.way[-1]] in pages for pages in self.away)
+            waits = last is None and self.pages[first.way[-1]] in self.away_pages
             if first.window is None and (waits or first.way[-1] in (used or ())):
                 continue  # to evict it frees nothing
             self.points.remove(first)
             self.prune(used)
             count += 1
-        if not self.has_room(needs, most):
+        if not self.has_room(needs, last):
             self.points, self.pages = before
             done["no room, and none evicted"] += 1
             return False
@@ -234,14 +247,13 @@ class Expected:
     def evict_ahead(self) -> None:
         """Makes room for ``enough`` where there is none for ``few``, by points that nobody holds."""
         before = len(self.points)
-        if not self.has_room(self.few, self.most):
-            self.find_room(self.enough, None, self.most, (Rank.PLAIN, 0))
+        if not self.has_room(self.few, last := (Rank.PLAIN, 0)):
+            self.find_room(self.enough, None, last)
         done["evicted ahead"] += before - len(self.points)
 
-    def has_room(self, needs: dict[Group, int], most: int | None) -> bool:
-        """Returns whether ``needs`` are free, and the points would hold not more than ``most`` bytes with them."""
-        cost = sum(count * self.stride[group] for group, count in needs.items())
-        return self.has_free(needs) and (most is None or self.nbytes() + cost <= most)
+    def has_room(self, needs: int, last: Any) -> bool:
+        """Returns whether ``needs`` units are free, and may be held by points where one of that order needs them."""
+        return self.free() >= needs and (last is None or self.nbytes() + needs * self.unit <= self.most)
 
     def prune(self, used: list[Any] | None = None) -> None:
         """Lets pages go that no point needs. used: keys of pages that stay."""

@@ -5,7 +5,6 @@ The oracle reads the bytes of a copy at the save and again after the resume.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import oracle
@@ -14,7 +13,6 @@ from builders import FakeEvent
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
@@ -65,7 +63,7 @@ class Saved:
 
 
 class LateLoads:
-    """Copies with loads that go on reading their blocks; on the CPU a load leaves no event."""
+    """Copies with loads that go on reading their units; on the CPU a load leaves no event."""
 
     def __init__(self, copier: ReferenceCopier) -> None:
         self.save, self._load = copier.save, copier.load
@@ -87,27 +85,23 @@ class Requests(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.saved: list[Saved] = []
         self.free_slots = list(range(SPEC.requests))
-        self.reading: list[tuple[FakeEvent, dict[Group, Any]]] = []  # loads and the host blocks they read
+        self.reading: list[tuple[FakeEvent, list[int]]] = []  # loads and the host units they read
         self.consumed: HostCopy | None = None
         self.news = {"scribble", "load", "save"}  # worth doing: something happened since the last time
         self.weights = 1
         self.leaks = 0
         self.offsets = np.random.default_rng(3)
 
-    @initialize(
-        blocks=st.integers(1, 16), copies=st.integers(1, 6), late=st.booleans(), tokens=LENGTHS, tail=st.booleans()
-    )
-    def attach(self, blocks: int, copies: int, late: bool, tokens: int, tail: bool) -> None:
-        """Attaches host memory of exactly ``blocks`` pages and ``copies`` copies, and a first request."""
-        strides = self.device.strides
-        nbytes = blocks * strides[Group.PAGED] + copies * (strides[Group.WINDOW] + strides[Group.REQUEST])
-        configured = Settings(host_gb=nbytes / 2**30, host_copies=copies, transfer="torch", verify=False)
+    @initialize(more=st.integers(0, 60), late=st.booleans(), tokens=LENGTHS, tail=st.booleans())
+    def attach(self, more: int, late: bool, tokens: int, tail: bool) -> None:
+        """Attaches host memory of the fewest units and ``more``, and a first request."""
+        self.total = self.device.least_units + more
+        configured = Settings(host_gb=self.total * self.device.unit / 2**30, transfer="torch", verify=False)
         self.pool.host = None  # a second attach would keep the first arena
         host = self.pool.attach_host(configured, ServerContext(weight_version=lambda: self.weights))
         assert host is self.pool.host
         self.memory = host.memory
-        self.totals = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
-        assert {group: pool.total for group, pool in self.memory.pools.items()} == self.totals
+        assert self.memory.pool.total == self.total
         if late:
             host._copier = LateLoads(host._copier)
         self._admit(tokens, 0, tail)
@@ -130,9 +124,10 @@ class Requests(RuleBasedStateMachine):
         return [saved for saved in self.saved if self._fits(saved.tokens)]
 
     def _host_room(self, tokens: int) -> bool:
-        used = sum(pages_of(saved.tokens) for saved in self.saved)
-        enough = pages_of(tokens) <= self.totals[Group.PAGED] - used
-        return enough and len(self.saved) < self.totals[Group.REQUEST]
+        return self.device.units(tokens) <= self.total - self._host_used()
+
+    def _host_used(self) -> int:
+        return sum(self.device.units(saved.tokens) for saved in self.saved)
 
     def _room(self, running: Running) -> int:
         """Returns tokens by which a running request can grow."""

@@ -182,10 +182,8 @@ class PlainLives(RuleBasedStateMachine):
             return
         memory = self.plain.host.memory
         for saved in self.plain.all():
-            for group, blocks in saved.copy.blocks.items():
-                for block in blocks:
-                    start, end = memory.offset(group, block), memory.offset(group, block + 1)
-                    memory.arena.region[start:end] = 0xEE
+            for unit in saved.copy.units:
+                memory.bytes_of(unit).fill_(0xEE)
             done["stale copy"] += 1
 
     # ------------------------------------------------------------------------------------- what must hold

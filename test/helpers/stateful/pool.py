@@ -1,13 +1,14 @@
 """Keeps the pool that all examples share; an example starts and ends with every page free."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import oracle
 import torch
+import units_by_hand
 
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
-from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 SPEC = PoolSpec(ratios=(0, 4, 128), pages=12, swa_pages=7, requests=4)
@@ -46,8 +47,8 @@ class Device:
         }
         self.noise = torch.from_numpy(np.random.default_rng(2).integers(0, 256, NOISE_BYTES, dtype=np.uint8))
         self.planes = {key: self._planes(key[0], buffer) for key, buffer in self.buffers.items()}
-        memory = self.pool.attach_host(Settings(transfer="torch")).memory
-        self.strides = {group: region.packed.block_stride for group, region in memory.regions.items()}
+        self.units = functools.cache(functools.partial(units_by_hand.units, self.pool))
+        self.least_units, self.unit = units_by_hand.least(self.pool), units_by_hand.unit_bytes(self.pool)
 
     def _planes(self, family: str, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views [page, row, byte], one for the values and one for the scales of the rows."""

@@ -1,5 +1,6 @@
 """Tries saves and loads that must be refused: each names its error and changes no memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -8,7 +9,6 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import (
     CopyConsumed,
     CopyMismatch,
@@ -31,6 +31,16 @@ class InterruptedCopyError(Exception):
 
 def interrupt(*_: Any, **__: Any) -> None:
     raise InterruptedCopyError
+
+
+def interrupted_at_the_tail(take: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``take`` that fails at its second call, with the pages taken."""
+    calls = iter((take, interrupt))
+
+    def one_of_two(*arguments: Any) -> Any:
+        return next(calls)(*arguments)
+
+    return one_of_two
 
 
 class Refusals(Requests):
@@ -98,7 +108,7 @@ class Refusals(Requests):
             elif self._host_room(running.tokens):
                 error = InterruptedCopyError
                 if how == "take fails":
-                    patch.setattr(self.memory.pools[Group.REQUEST], "take", interrupt)
+                    patch.setattr(self.memory.pool, "take", interrupted_at_the_tail(self.memory.pool.take))
                 else:
                     patch.setattr(self.pool.host._copier, "save", interrupt)
             else:

@@ -120,7 +120,7 @@ class SessionLives(PlainLives):
         self.store.check_integrity()
         fallbacks = self.plain.host.counters.fallbacks
         assert "PointNotMatched" not in fallbacks and "WindowNotMapped" not in fallbacks, dict(fallbacks)
-        assert all(point.tokens >= FEWEST for point in self.store.order if point.window is not None)
+        assert all(point.tokens >= FEWEST for point in self.store.order if point.tail is not None)
         done["most points"] = max(done["most points"], self.store.points)
 
     def teardown(self) -> None:

@@ -78,7 +78,7 @@ class Steps(Requests):
         room, held = self._host_room(tokens), self.memory.held_bytes
         self.device.remember()
         if not room:
-            with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_"):
+            with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_GB"):
                 self._save(running, tokens)
             self.device.assert_unchanged()
             assert self.memory.held_bytes == held
@@ -98,7 +98,7 @@ class Steps(Requests):
     def resume(self, which: int, slot: int) -> None:
         """Resumes on other pages and another slot with the same bytes; nothing else on the device changes."""
         saved = self._fitting()[which % len(self._fitting())]
-        tokens, copy, blocks = saved.tokens, saved.copy, dict(saved.copy.blocks)
+        tokens, copy, units = saved.tokens, saved.copy, list(saved.copy.units)
         request = oracle.Request(oracle.resume(self.allocator, tokens), self._take_slot(slot), tokens)
         self.running.append(Running(request, pages_of(tokens) - tail_pages(tokens)))
         self.device.remember()
@@ -111,7 +111,7 @@ class Steps(Requests):
         assert oracle.cleared_ring_ok(self.pool, request.req_slot, tokens)
         assert copy.released
         if copy.lease.used_by is not None:
-            self.reading.append((copy.lease.used_by, blocks))
+            self.reading.append((copy.lease.used_by, units))
         self.consumed = copy
         self._did("resume")
 

@@ -6,24 +6,25 @@ which computation was saved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import oracle
 import torch
+import units_by_hand
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
-from stateful.expected import Expected, Kept, Prompt, Rows, Saved, done, is_page, page_of, rest_of, tokens_of
+from stateful.expected import Away, Expected, Kept, Prompt, Rows, Saved, done, is_page, page_of, rest_of, tokens_of
 from stateful.pool import PAGE, Device
 
 PROMPTS = st.tuples(st.sampled_from(("a", "b")), st.lists(st.integers(0, 1), min_size=2, max_size=5).map(tuple))
@@ -35,17 +36,6 @@ HINTS = (
     | st.builds(Hints, st.just(Rank.PINNED), st.just(0), TTLS)
 )
 ENOUGH = 64
-
-
-@dataclass(eq=False)
-class Away:
-    """Models a retracted request: its pages, some of which points have, too, and its other rows."""
-
-    copy: HostCopy
-    prompt: Prompt
-    pages: list[Saved]
-    rest: Rows
-    tokens: int
 
 
 class Search:
@@ -68,11 +58,8 @@ class Copier:
     def save(self, copy: HostCopy, request: Any) -> Search:
         self.real.save(copy, request)
         if not self.right:  # it read any rows
-            blocks_of = {Group.PAGED: copy.blocks_of(copy.first_page), Group.WINDOW: copy.blocks[Group.WINDOW]}
-            for group, blocks in blocks_of.items():
-                for block in blocks:
-                    start = self.memory.offset(group, block)
-                    self.memory.arena.region[start : self.memory.offset(group, block + 1)] = 0xEE
+            for index in copy.share:
+                self.memory.bytes_of(copy.units[index])[:] = 0xEE
         return Search(self.right)
 
     def load(self, copy: HostCopy, request: Any, first_page: int) -> None:
@@ -85,34 +72,34 @@ class StoreLives(RuleBasedStateMachine):
     device: Device
 
     @initialize(
-        blocks=st.integers(2, 16), windows=st.integers(2, 6), most=st.none() | st.integers(1, 9), pairs=st.booleans(),
-        verify=st.sampled_from((False, False, True)), ahead=st.sampled_from((0, 0, 1, 3)),
+        units=st.integers(18, 52), most=st.none() | st.integers(13, 40), pairs=st.booleans(),
+        verify=st.sampled_from((False, False, True)), ahead=st.sampled_from((0, 0, 1, 7)),
     )  # fmt: skip
-    def start(self, blocks: int, windows: int, most: int | None, pairs: bool, verify: bool, ahead: int) -> None:
-        """Starts a store with that many blocks, that may hold the bytes of ``most`` pages.
+    def start(self, units: int, most: int | None, pairs: bool, verify: bool, ahead: int) -> None:
+        """Starts a store with that many units, that may hold the bytes of ``most`` of them.
 
-        ahead: pages that it has free from pass to pass, if it can; one less is enough for now.
+        ahead: units that it has free from pass to pass, if it can; one less is enough for now.
         """
         self.device.start()
         self.pool, self.allocator = self.device.pool, self.device.allocator
         self.given: dict[Any, Any] = {}  # the last point that was kept behind a page
         self.found: dict[Any, Any] = {}  # the last look-up of a prompt
-        self.totals = {Group.PAGED: blocks, Group.WINDOW: windows, Group.REQUEST: 2}
         self.weights, self.verify = 1, verify
         context = ServerContext(weight_version=lambda: self.weights, is_clean=lambda: self.expected.is_clean)
-        self.host = CopyService(describe(self.pool), self.totals, Settings(transfer="torch", verify=verify), context)
+        side = describe(self.pool)
+        size = ArenaSize(Units.of(side.geometry), units)
+        self.host = CopyService(side, size, Settings(transfer="torch", verify=verify), context)
         self.memory = self.host.memory
         self.copier = self.host._copier = Copier(self.host._copier, self.memory)
-        strides = self.device.strides
-        self.stride = {group: strides[group] for group in Group}
-        nbytes = None if most is None else most * strides[Group.PAGED] + 2 * strides[Group.WINDOW]
+        self.unit = units_by_hand.unit_bytes(self.pool)
+        nbytes = None if most is None else most * self.unit + self.unit // 2
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, nbytes)
-        self.expected = Expected(self.totals, self.stride, nbytes, pairs)
-        self.expected.few = self.store.few = {Group.PAGED: max(0, ahead - 1), Group.WINDOW: min(1, ahead)}
-        self.expected.enough = self.store.enough = {Group.PAGED: ahead, Group.WINDOW: min(1, ahead)}
+        tail = units_by_hand.units(self.pool, PAGE) - 1
+        self.expected = Expected(units, self.unit, tail, nbytes, pairs)
+        self.expected.few = self.store.few = max(0, ahead - 1)
+        self.expected.enough = self.store.enough = ahead
         self.store.order.clock = lambda: self.expected.now
-        self.retracts: list[Away] = []
-        self.seed = 0
+        self.retracts, self.seed = self.expected.away, 0
 
     # ------------------------------------------------------------------------------------- keep and load
 
@@ -146,14 +133,14 @@ class StoreLives(RuleBasedStateMachine):
             oracle.evict(self.allocator, slots, len(slots))
             how = how if window else "right"  # nobody looks for the window
         self.copier.right = how != "wrong"
-        before, held = self.memory.arena.region.clone(), self._held_blocks()
+        before, held = self.memory.arena.region.clone(), self._held_units()
         self.device.remember()
         tokens, behind = tokens_of(prompt), self.given.get(way[near]) if near < len(way) else None
         done["kept behind a point"] += behind is not None
         ends_here = behind is not None and behind.page.depth == len(way)
         stands = behind is not None and self.store.stands(behind)
         expected_behind = self.expected.find(way[: behind.page.depth]) if stands else None
-        if ends_here and (behind.window is not None or not window) and self.store.keep_again(behind, hints):
+        if ends_here and (behind.tail is not None or not window) and self.store.keep_again(behind, hints):
             point = behind
             done["kept again"] += 1
         else:
@@ -174,23 +161,19 @@ class StoreLives(RuleBasedStateMachine):
         assert point is None or point.tokens == PAGE * len(way)
         self._did(f"keep {how}")
 
-    def _nothing_else_is_written(self, before: torch.Tensor, held: dict[Any, tuple[Group, int]]) -> None:
-        """Asserts that blocks with the same holders as before have the same bytes."""
-        still = self._held_blocks()
-        for group, block in (at for holder, at in held.items() if holder in still):
-            here = slice(self.memory.offset(group, block), self.memory.offset(group, block + 1))
-            assert torch.equal(before[here], self.memory.arena.region[here]), f"{group.value} block {block} was written"
+    def _nothing_else_is_written(self, before: torch.Tensor, held: set[tuple[Any, int]]) -> None:
+        """Asserts that units with the same holders as before have the same bytes."""
+        for _, unit in held & self._held_units():
+            here = slice(unit * self.unit, (unit + 1) * self.unit)
+            assert torch.equal(before[here], self.memory.arena.region[here]), f"unit {unit} was written"
 
-    def _held_blocks(self) -> dict[Any, tuple[Group, int]]:
-        """Returns the blocks of copies, pages and points, by their holder."""
-        held: dict[Any, tuple[Group, int]] = {}
-        for away in self.retracts:
-            blocks = away.copy.blocks
-            held |= {(away, group, int(block)): (group, int(block)) for group in Group for block in blocks[group]}
+    def _held_units(self) -> set[tuple[Any, int]]:
+        """Returns the units of copies, pages and points, each with its holder."""
+        held = {(away, unit) for away in self.retracts for unit in away.copy.units}
         for page in self.store._trie.pages():
-            held[page] = Group.PAGED, page.block
-            if page.point is not None and page.point.window is not None:
-                held[page.point] = Group.WINDOW, page.point.window
+            held.add((page, page.unit))
+            if page.point is not None:
+                held |= {(page.point, unit) for unit in page.point.tail or ()}
         return held
 
     @precondition(lambda self: self.expected.points)
@@ -208,7 +191,7 @@ class StoreLives(RuleBasedStateMachine):
         slots = oracle.resume(self.allocator, count * PAGE)
         before = oracle.snapshot(self.pool)
         nbytes = self.store.load(point, slots, first)
-        assert nbytes == (count - first) * self.stride[Group.PAGED] + self.stride[Group.WINDOW]
+        assert nbytes == (count - first + self.expected.tail) * self.unit
         allowed = oracle.may_change(self.pool, slots[first * PAGE :], (count - first) * PAGE, 0)
         for (family, layer), mask in allowed.items():
             if oracle.FAMILIES[family].by == "slot":
@@ -255,17 +238,17 @@ class StoreLives(RuleBasedStateMachine):
         slots, slot = self._slots(len(way), tokens), len(self.retracts) % 2
         rows = oracle.read(self.pool, slots, tokens, slot)
         known = self.expected.known(way[: tokens // PAGE])
-        held = self._held_blocks()
+        held = self._held_units()
         before = self.memory.arena.region.clone()
-        needs = self.memory.blocks_for(tokens)
-        needs[Group.PAGED] -= len(known)
+        count = units_by_hand.units(self.pool, tokens)
+        needs = count - len(known)
         shared = [self.expected.pages[key] for key in known]
         with self.store.pages_of(prompt[0], tokens_of(prompt), tokens) as pages:
-            copy = self._save(slots, slot, [page.block for page in pages])
+            copy = self._save(slots, slot, [page.unit for page in pages])
             self.store.add_checksums(copy, pages)
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
-        if not (fits := self.expected.has_free(needs)):
+        if not (fits := self.expected.free() >= needs):
             self.expected.expire()
             fits = self.expected.find_room(needs, known)
         self.expected.prune()
@@ -273,8 +256,7 @@ class StoreLives(RuleBasedStateMachine):
         if copy is not None:
             assert copy.first_page == len(known)
             pages = [*shared, *(Saved(page_of(rows, number)) for number in range(len(known), -(-tokens // PAGE)))]
-            self.retracts.append(Away(copy, prompt, pages, rest_of(rows), tokens))
-            self.expected.away.append(pages)
+            self.retracts.append(Away(copy, prompt, pages, rest_of(rows), count - len(pages), tokens))
             done["pages shared"] += len(known)
         self._did("retract")
 
@@ -301,7 +283,6 @@ class StoreLives(RuleBasedStateMachine):
     def resume(self, which: int) -> None:
         """Loads a retracted request's copy: the pages are those of their first saves."""
         away = self.retracts.pop(which % len(self.retracts))
-        self.expected.away.remove(away.pages)
         slots = oracle.resume(self.allocator, away.tokens)
         wanted = dict(away.rest)
         for page in away.pages:
@@ -340,6 +321,12 @@ class StoreLives(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, hints=HINTS, near=st.integers(0, 2))
     def keep_more(self, prompt: Prompt, hints: Hints, near: int) -> None:
         self.keep(prompt, hints, "right", near)
+
+    @rule(prompt=PROMPTS, hints=HINTS)
+    def keep_in_parts(self, prompt: Prompt, hints: Hints) -> None:
+        """Keeps the first page of a prompt alone, and then its end behind that."""
+        self.keep((prompt[0], prompt[1][:2]), hints, "right", 0, False)
+        self.keep(prompt, hints, "right", 0)
 
     @precondition(lambda self: self.expected.points)
     @rule(which=st.integers(0, 11), hints=HINTS)
@@ -398,19 +385,17 @@ class StoreLives(RuleBasedStateMachine):
         self.memory.check_integrity()
         self.store.check_integrity()
         assert self.memory.leaks == 0
-        for group, pool in self.memory.pools.items():
-            assert pool.available == self.expected.free(group) and pool.available + pool.held == pool.total
-        away = self.expected.away_pages
-        apart = sum(self.stride[group] for group in (Group.WINDOW, Group.REQUEST))
-        assert self.memory.held_bytes == len(away) * self.stride[Group.PAGED] + len(self.retracts) * apart
+        pool = self.memory.pool
+        assert pool.available == self.expected.free() and pool.available + pool.held == pool.total
+        assert self.memory.held_bytes == self.expected.away_bytes()
         assert self.store.points == self.expected.windows and self.store.held_bytes == self.expected.nbytes()
-        assert self.expected.most is None or self.expected.nbytes() <= self.expected.most
+        assert self.expected.nbytes() <= self.expected.most
         assert [_named(point) for point in self.store.order] == [
             (*point.order, len(point.way) * PAGE) for point in self.expected.order()
         ]
         held = [point for point in self.expected.points if point.rank in HELD]
-        assert 2 * len({key for point in held for key in point.way}) <= self.totals[Group.PAGED]
-        assert 2 * len(held) <= self.totals[Group.WINDOW]
+        pages = {key for point in held for key in point.way}
+        assert 2 * (len(pages) + len(held) * self.expected.tail) * self.unit <= self.expected.most
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):
@@ -420,7 +405,7 @@ class StoreLives(RuleBasedStateMachine):
             for away in self.retracts:
                 away.copy.release()
             self.memory.check_integrity()
-            assert all(pool.held == 0 for pool in self.memory.pools.values())
+            assert self.memory.pool.held == 0
             assert not list(self.store._trie.pages()) and not self.store.order._places and not self.store.order._ends
             self.host.close()
         finally:

@@ -51,15 +51,9 @@ def test_every_byte_comes_back_and_the_rows_are_not_copied(n: int, overlap: bool
 def test_a_copy_has_less_than_three_tenths_of_the_bytes() -> None:
     """Of the pages of a request; of the tiny model, whose window is as large as any model's."""
     for tokens in (900, 3000):
-        world, usual = HiSparseWorld(), World(spec=SPEC)
-        nbytes = [each.park(each.admit(tokens, prompt=tokens)).nbytes for each in (world, usual)]
-        paged = [
-            len(each.copy_of(each.queue.retracted_queue[0]).blocks[group]) * region.packed.block_stride
-            for each in (world, usual)
-            for group, region in each.host.memory.regions.items()
-            if group.value == "paged"
-        ]
-        assert nbytes[0] < nbytes[1] and paged[0] <= 0.3 * paged[1]
+        copies = [each.park(each.admit(tokens, prompt=tokens)) for each in (HiSparseWorld(), World(spec=SPEC))]
+        paged = [copy.in_pages * copy.memory.units.nbytes for copy in copies]
+        assert copies[0].nbytes < copies[1].nbytes and paged[0] <= 0.3 * paged[1]
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -238,10 +232,11 @@ def test_a_release_without_a_copy_keeps_nothing(why: str) -> None:
     world.nothing_held()
 
 
-def test_a_save_that_finds_no_room_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4_HOST_COPIES", "1")
+def test_a_save_that_finds_no_room_keeps_nothing() -> None:
     world = HiSparseWorld()
     world.park(world.admit(500, "first"))
+    units = world.host.memory.pool
+    units.take(units.available)  # for others
     second = world.admit(300, "second")
     world.retract(second)
     assert world.copy_of(second) is None and world.kept.held == 2
@@ -249,10 +244,10 @@ def test_a_save_that_finds_no_room_keeps_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_are_kept_on_every_rank_or_on_none() -> None:
-    """A rank that cannot keep them takes part in the vote, and in the order of host blocks, like those that can."""
+    """A rank that cannot keep them takes part in the vote, and in the order of host units, like those that can."""
     able, unable = HiSparseWorld(), HiSparseWorld()
     unable.kept.reserve = 2
-    votes, blocks = [], []
+    votes, units = [], []
     for world, reason in ((unable, "HostMemoryExhausted"), (able, "AnotherRank")):
         world.host.true_on_every_rank = lambda mine: votes.append(mine) or False
         req = world.admit(700)
@@ -263,11 +258,11 @@ def test_rows_are_kept_on_every_rank_or_on_none() -> None:
         for rid in ("later", "last"):
             after = world.admit(250, rid)
             world.retract(after)
-            blocks.append({group: list(taken) for group, taken in world.copy_of(after).blocks.items()})
+            units.append(list(world.copy_of(after).units))
             if rid == "later":
                 drop_copy(after)
     assert votes == [False, True]
-    assert blocks[:2] == blocks[2:], "ranks that share an arena would save into each other's blocks"
+    assert units[:2] == units[2:], "ranks that share an arena would save into each other's units"
 
 
 def test_rows_that_changed_while_away_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 from hisparse_world import HISPARSE, HiSparseWorld
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.hisparse import reserve
 from sglang_dsv4.engine.hisparse.reserve import keeps_rows
 from sglang_dsv4.errors import HostMemoryExhausted
@@ -34,11 +33,7 @@ def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
 def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are asked before any of them builds its pool."""
 
-    def poorer(counts: Any) -> Any:
-        assert counts[Group.PAGED] == 24
-        return dict.fromkeys(counts, 7)
-
-    monkeypatch.setattr(reserve, "min_over_ranks", poorer)
+    monkeypatch.setattr(reserve, "of_every_rank", lambda pages: [pages, 7, 1000])
     world = HiSparseWorld(ranks=object())
     assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
 
@@ -47,10 +42,10 @@ def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch:
     said = []
     monkeypatch.setenv("DSV4_HOST_GB", "8")
     monkeypatch.setattr(claims, "free_ram", lambda: 1 << 20)
-    monkeypatch.setattr(reserve, "min_over_ranks", said.append)
+    monkeypatch.setattr(reserve, "of_every_rank", lambda pages: said.append(pages) or [pages, 7])
     with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
         HiSparseWorld(ranks=object())
-    assert said == [None]
+    assert said == [0]
 
 
 def pages_to_add(world: HiSparseWorld, claim: Claim) -> int:
@@ -60,8 +55,8 @@ def pages_to_add(world: HiSparseWorld, claim: Claim) -> int:
 def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a rank's part of it the coordinator's own pool and what the engine leaves free go first, and a half stays."""
     world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
-    block = world.host.memory.regions[Group.PAGED].packed.block_stride
-    ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + block))
+    unit = world.host.memory.units.nbytes
+    ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + unit))
     monkeypatch.setattr(reserve, "ENGINE_LEAVES", leaves)
     for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
         monkeypatch.setattr(claims, "free_ram", lambda there=there: there)

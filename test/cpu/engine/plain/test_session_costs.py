@@ -14,7 +14,6 @@ from plain_world import forget, serving, world_with_sessions
 from server_fixture import device_memory, weight_updater
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import restore, sessions
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.retract.stale import changing_weights
@@ -193,7 +192,7 @@ def test_nothing_is_saved_of_an_aborted_request() -> None:
         world.abort(req)
     world.run()
     assert all(req.finished() for req in reqs) and store._made == made
-    assert [point.tokens for point in store.order if point.window is not None] == [1024] * 4, "their prompts' ends stay"
+    assert [point.tokens for point in store.order if point.tail is not None] == [1024] * 4, "their prompts' ends stay"
 
 
 def saves_of(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
@@ -203,7 +202,7 @@ def saves_of(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, boo
 
     def save_point(slots: Any, swa_map: Any, first_page: int, window: bool = True) -> Any:
         copy = real(slots, swa_map, first_page, window)
-        found.append((len(copy.blocks[Group.PAGED]), window))
+        found.append((copy.in_pages, window))
         return copy
 
     monkeypatch.setattr(store._host, "save_point", save_point)
@@ -225,7 +224,7 @@ def test_a_long_prompt_is_kept_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch, o
     assert sum(pages for pages, _ in saves) == 23 and max(pages for pages, _ in saves) <= 4
     assert [window for _, window in saves] == [False] * (len(saves) - 1) + [True] and len(saves) >= 10
     world.run()
-    assert [(point.tokens, point.window is not None) for point in store.order] == [(5888, True)]
+    assert [(point.tokens, point.tail is not None) for point in store.order] == [(5888, True)]
     forget(world)
     again = world.second_turn(req, range(40), max_new=3)
     world.run()
@@ -244,7 +243,7 @@ def test_a_prompt_whose_beginning_the_device_has_is_kept_a_part_at_a_time(monkey
     world.run()
     assert [pages for pages, window in saves if not window] == [3] * 5
     store.check_integrity()
-    assert of(world.requests[1]).partial is None and all(point.window is not None for point in store.order)
+    assert of(world.requests[1]).partial is None and all(point.tail is not None for point in store.order)
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -9,10 +9,10 @@ import pytest
 from plain_world import world_with_sessions
 from sglang.srt.disaggregation import prefill
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.sessions.hints import Rank
 
-ROOM = 20, 4  # pages and windows that the sessions may hold
+# Bytes that the sessions may hold: of four points of five pages each, whose windows take six units, see test_store.
+ROOM = 4 * (5 + 6) * 49_152
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +48,7 @@ def test_a_chunk_that_is_told_twice_is_not_saved_while_its_forward_runs(
 
 def world_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, Any]:
     """Returns a server whose sessions have that little room, and four of them."""
-    stride = world_with_sessions(**changes)[1]._stride
-    pages, windows = ROOM
-    nbytes = pages * stride[Group.PAGED] + windows * stride[Group.WINDOW]
-    monkeypatch.setenv("DSV4_SESSIONS", repr(nbytes / 2**30))
+    monkeypatch.setenv("DSV4_SESSIONS", repr(ROOM / 2**30))
     world, store = world_with_sessions(**changes)
     for number in range(4):
         world.submit(range(3000 * number, 3000 * number + 1300), max_new=3)
@@ -69,7 +66,7 @@ def test_a_prompt_that_finds_no_room_takes_none_of_others(
     world, store = world_of(monkeypatch, chunk=chunk, pages=80)
     world.submit(range(20_000, 31_000), max_new=3, hints=hints)
     world.run()
-    assert [(point.tokens, point.window is not None) for point in store.order] == [(1280, True)] * 4
+    assert [(point.tokens, point.tail is not None) for point in store.order] == [(1280, True)] * 4
     assert not store.counters.evicted
 
 
@@ -80,7 +77,7 @@ def test_a_demoted_prompt_takes_no_room_of_plain_ones(monkeypatch: pytest.Monkey
         world.submit(range(20_000, 22_400), max_new=3, hints=hints)
         for _ in range(4):
             world.step()
-        plain = sum(point.window is not None and point.order[0] == Rank.PLAIN for point in store.order)
+        plain = sum(point.tail is not None and point.order[0] == Rank.PLAIN for point in store.order)
         assert plain == 4 if hints else plain < 4
         world.run()
 

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 from plain_world import forget, lose, nothing_is_held, run_to, serving, world_with_sessions
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_context
 
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.memory import reserve_host_memory
 from sglang_dsv4.engine.plain import sessions, start
 from sglang_dsv4.engine.plain.serving import plain_of
@@ -75,7 +73,7 @@ def test_a_second_retract_saves_its_new_pages_alone(overlap):
         run_to(world, req, tokens)
         world.retract(req)
         copy = serving(world).saved_of(req).copy
-        pages.append((copy.first_page, len(copy.blocks[Group.PAGED])))
+        pages.append((copy.first_page, copy.in_pages))
         forget(world)
         memory.check_integrity()
     assert pages == [(4, 6), (5, 6)], "the prompt's four pages are a point's"
@@ -145,7 +143,7 @@ def test_a_server_that_changes_its_role_leaves_nothing(caplog):
     for mode in (DisaggregationMode.DECODE, DisaggregationMode.PREFILL):
         vars(world.scheduler).update(disaggregation_mode=mode)
         start.start_plain_serving(None, world.scheduler)
-        assert store.points == memory.pools[Group.PAGED].held == 0
+        assert store.points == memory.pool.held == 0
         assert (plain_of(world.allocator) is None) is (mode == DisaggregationMode.DECODE)
         assert (memory.tenant is None) is (mode == DisaggregationMode.DECODE)
     assert caplog.text.count("is not kept: prompts come to a decode server computed") == 1
@@ -161,23 +159,6 @@ def before_its_start():
     world.pool.host.close()
     world.pool.host = None
     return world
-
-
-@pytest.mark.parametrize("switches", [True, False])
-@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.NULL])
-@pytest.mark.parametrize("host_gb", ["0.1", "auto"])
-def test_a_server_that_retracts_nothing_gives_its_memory_to_sessions(mode, switches, host_gb, monkeypatch):
-    """The default size is the sum over the slots: with fewer of them sessions would lose windows."""
-    monkeypatch.setenv("DSV4_HOST_GB", host_gb)
-    world = before_its_start()
-    vars(world.scheduler).update(disaggregation_mode=mode)
-    with get_context().override_server_args(enable_pd_role_switch=switches):
-        start.start_plain_serving(None, world.scheduler)
-    alone = mode == DisaggregationMode.PREFILL and not switches and host_gb != "auto"
-    pools = serving(world).host.memory.pools
-    assert (pools[Group.REQUEST].total == 1) is alone and pools[Group.WINDOW].total > world.spec.requests
-    if host_gb != "auto":
-        assert pools[Group.PAGED].total > 2 * world.spec.pages and pools[Group.WINDOW].total > 2 * world.spec.requests
 
 
 def test_a_decode_server_that_becomes_a_prefill_server_keeps_sessions():
@@ -203,9 +184,7 @@ def test_every_session_that_is_loaded_is_compared(monkeypatch):
     again = world.second_turn(req, range(40), max_new=3)
     world.run()
     assert again.finished() and store.counters.verified == 1 and serving(world).host.counters.verified == 2
-    block = store.blocks()[Group.PAGED][0]
-    memory = serving(world).host.memory
-    memory.arena.region[memory.offset(Group.PAGED, block) + 5] ^= 1
+    serving(world).host.memory.bytes_of(next(iter(store._trie.pages())).unit)[5] ^= 1
     forget(world)
     world.second_turn(again, range(40), max_new=3)
     with pytest.raises(VerifyMismatch, match="changed since the save: tokens 0 to 256 "):

@@ -10,7 +10,6 @@ from plain_world import came_back, forget, full, over, retracted, run_to, servin
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry
-from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.testing.integrity import branches
 
@@ -97,10 +96,8 @@ def test_trap_8_pages_of_the_tree_are_not_written() -> None:
     world.retract(req)
     plain = serving(world)
     copy = plain.saved_of(req).copy
-    region = plain.host.memory.region_tensor(Group.PAGED)
-    stride = plain.host.memory.regions[Group.PAGED].packed.block_stride
-    for block in copy.blocks[Group.PAGED][: 1024 // PAGE]:
-        region[int(block) * stride : (int(block) + 1) * stride] ^= 0xFF
+    for unit in copy.pages(0, 1024 // PAGE):
+        plain.host.memory.bytes_of(unit).bitwise_xor_(0xFF)
     came_back(world, req)
     assert req.kv.cache_protected_len == 1024
     world.run()

@@ -1,4 +1,4 @@
-"""BlockPool numbers blocks by what was taken and given back alone, and loses none."""
+"""UnitPool numbers units by what was taken and given back alone, and loses none."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.hostmem.blocks import RESTING, BlockPool, Blocks
+from sglang_dsv4.hostmem.pool import RESTING, UnitNumbers, UnitPool
 
 
-def pool(total: int = 8) -> BlockPool:
-    return BlockPool(Group.PAGED, total)
-
-
-def test_blocks_that_rest_long_enough_come_first_then_the_oldest():
-    p = pool(4)
-    blocks = [p.take(1)[0] for _ in range(4)]
-    for turn, block in enumerate(blocks, 1):
-        p.touch([block], turn)
-    p.give_back(blocks[1:])
+def test_units_that_rest_long_enough_come_first_then_the_oldest():
+    p = UnitPool(4)
+    units = [p.take(1)[0] for _ in range(4)]
+    for turn, unit in enumerate(units, 1):
+        p.touch([unit], turn)
+    p.give_back(units[1:])
     now = 3 + RESTING  # turn 4 is too near
-    assert p.take(2, now) == blocks[1:3]
-    p.give_back(blocks[:1])
-    assert p.take(1, 4) == blocks[:1], "the oldest of those that hardly rest"
+    assert p.take(2, now) == units[1:3]
+    p.give_back(units[:1])
+    assert p.take(1, 4) == units[:1], "the oldest of those that hardly rest"
     last = p.take(1, 4)
-    assert (last, p.last_turn(last)) == (blocks[3:], 4)
+    assert (last, p.last_turn(last)) == (units[3:], 4)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def test_blocks_that_rest_long_enough_come_first_then_the_oldest():
     ],
 )
 def test_the_lowest_run_of_neighbours_is_taken(free, count, taken):
-    p = pool(10)
+    p = UnitPool(10)
     p.take(10)
     p.give_back(free)
     assert p.take(count) == taken
@@ -52,34 +47,34 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = pool(self.TOTAL)
+        self.pool = UnitPool(self.TOTAL)
         self.now = 0
         self.last = dict.fromkeys(range(self.TOTAL), 0)
-        self.held: list[Blocks] = []
+        self.held: list[UnitNumbers] = []
 
     @rule(count=st.integers(0, TOTAL))
     def take(self, count):
-        held = {b for blocks in self.held for b in blocks}
+        held = {unit for units in self.held for unit in units}
         assert self.pool.available == self.TOTAL - len(held)
         if count > self.pool.available:
             return
-        blocks = self.pool.take(count, self.now)
-        last = self.pool.last_turn(blocks)
-        taken = set(blocks)
+        units = self.pool.take(count, self.now)
+        last = self.pool.last_turn(units)
+        taken = set(units)
         assert len(taken) == count and not taken & held
         if taken:
-            assert last == max(self.last[block] for block in taken)
-            free = sorted(self.last[b] for b in range(self.TOTAL) if b not in held)
+            assert last == max(self.last[unit] for unit in taken)
+            free = sorted(self.last[unit] for unit in range(self.TOTAL) if unit not in held)
             assert last <= max(self.now - RESTING, free[count - 1]), "younger ones than needed"
-            self.held.append(blocks)
+            self.held.append(units)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 10), turns=st.integers(1, 3))
     def touch(self, which, turns):
         self.now += turns
-        blocks = self.held[which % len(self.held)]
-        self.pool.touch(blocks, self.now)
-        self.last.update(dict.fromkeys(blocks, self.now))
+        units = self.held[which % len(self.held)]
+        self.pool.touch(units, self.now)
+        self.last.update(dict.fromkeys(units, self.now))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 10))
@@ -88,7 +83,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self):
-        self.pool.check_integrity([b for blocks in self.held for b in blocks], ())
+        self.pool.check_integrity([unit for units in self.held for unit in units], ())
 
 
 TestAnyOrder = Machine.TestCase

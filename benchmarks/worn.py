@@ -1,0 +1,61 @@
+"""Wears a server's arena down behind each flush: units of conversations that nobody asks for lie scattered in it.
+
+A short run does not scatter units. Here conversations grow by turns and the oldest go, until as many turns are over as
+a server has in days; no byte is copied. They stay in the store, and give way to the run's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_dsv4.sessions.store import SessionStore
+    from sglang_dsv4.sessions.trie import Point
+
+ALIVE = 400  # conversations that go on
+FIRST_PAGES, TURN_PAGES, MOST_PAGES = (8, 80), (2, 18), 400
+
+
+def install(file: Path) -> None:
+    """Plays as many turns as ``file`` says behind each flush."""
+    from sglang_dsv4.livetest.in_server import around  # noqa: PLC0415 - the server's own import path
+    from sglang_dsv4.sessions.store import SessionStore  # noqa: PLC0415
+
+    turns = int(file.read_text())
+
+    def clear(original: Callable[..., None], store: SessionStore, reason: str) -> None:
+        original(store, reason)
+        wear(store, turns)
+
+    around(SessionStore, "clear", clear)
+
+
+def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
+    """Keeps points of conversations in ``store`` by turns, with eviction as a save has it."""
+    from sglang_dsv4.sessions.order import PLAIN  # noqa: PLC0415 - as above
+
+    draw, pool, trie = random.Random(seed), store._memory.pool, store._trie
+    names = itertools.count()
+    last: dict[int, Point] = {}
+    for _ in range(turns):
+        who = draw.randrange(ALIVE)
+        behind = last.get(who)
+        if behind is not None and not (store.stands(behind) and behind.page.depth < MOST_PAGES):
+            behind = None
+        count = draw.randint(*(FIRST_PAGES if behind is None else TURN_PAGES))
+        page = trie.used = None if behind is None else behind.page
+        if store._find_room(count + store._in_tail, "room", (PLAIN.rank, PLAIN.priority)):
+            units, tail = pool.take(count), pool.take(store._in_tail)
+            pool.hand_over([*units, *tail])
+            added = trie.add(("worn", who), page, [next(names).to_bytes(8) for _ in units], units)
+            store._pages, store._windows = store._pages + count, store._windows + 1
+            last[who] = store._put(("worn", who), added[-1], tail, PLAIN)
+            if behind is not None:
+                store.supersede(behind)
+        store._done_with(page)
+        store._evict_ahead()
+    store._tell_of_all()

@@ -1,0 +1,54 @@
+"""Counts the equal units of host memory that a request takes: one for each page, and those of its tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.packed import PackedPage, Tail, align
+
+UNIT_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Units:
+    """Holds the bytes of a unit, and the units of a tail.
+
+    nbytes: of a unit; a page fills one. page_size: tokens of it. tails: units of a tail, by length: below two pages,
+    and from there on by the remainder of one. Stages of a pipeline differ in both; they agree on the largest tails, for
+    one must run out of units when the others do (see ``agreed``).
+    """
+
+    nbytes: int
+    page_size: int
+    tails: tuple[int, ...]
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> Units:
+        """Computes the units of a pool. A stage without paged families has units of a quarter of its longest tail."""
+        members = families(geometry)
+        tails = [Tail.of(members, tokens).nbytes for tokens in range(2 * geometry.page_size)]
+        nbytes = align(PackedPage.of(members).nbytes or max(1, -(-max(tails) // 4)), UNIT_ALIGNMENT)
+        return cls(nbytes, geometry.page_size, tuple(-(-tail // nbytes) for tail in tails))
+
+    def pages(self, tokens: int) -> int:
+        """Counts the units of the pages of ``tokens`` tokens."""
+        return -(-tokens // self.page_size)
+
+    def tail(self, tokens: int) -> int:
+        """Counts the units of the tail of ``tokens`` tokens."""
+        return self.tails[tokens if tokens < self.page_size else self.page_size + tokens % self.page_size]
+
+    def count(self, tokens: int) -> int:
+        """Counts the units of a request of ``tokens`` saved tokens."""
+        return self.pages(tokens) + self.tail(tokens)
+
+    @property
+    def longest_tail(self) -> int:
+        """Units of the longest tail."""
+        return max(self.tails)
+
+    @property
+    def least(self) -> int:
+        """Units without which not even every request of one page fits."""
+        return 1 + self.longest_tail
