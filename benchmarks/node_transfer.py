@@ -9,10 +9,11 @@ minute with a warm JIT cache. Without a GPU: --devices cpu,cpu --layers tiny, wh
 
 import argparse
 import multiprocessing
+import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ class Rank:
 
         boot()  # before the engine's pools are imported, in each process for itself
         from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415
-        from sglang_dsv4.engine.memory import smallest_counts  # noqa: PLC0415
         from sglang_dsv4.hostmem.sharing import World  # noqa: PLC0415
         from sglang_dsv4.pools.copy_service import ServerContext  # noqa: PLC0415
         from sglang_dsv4.settings import Settings  # noqa: PLC0415
@@ -51,9 +51,8 @@ class Rank:
             for buffer in buffers:
                 buffer.random_(0, 256)
         self.alone, self.subject.pool.host = self.subject.host, None
-        world = torch.distributed.group.WORLD
         context = ServerContext(
-            min_over_ranks=lambda counts: smallest_counts(counts, world), ranks=RANKS,
+            agreed_size=lambda size: size and size.agreed(self.gather(size)), ranks=RANKS,
             world=World(self.gather, rank, "all"),
         )  # fmt: skip
         settings = Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4)
@@ -164,6 +163,18 @@ def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
     ]
 
 
+def wait_for(children: Sequence[Any], answers: Any) -> dict[int, Any]:
+    """Returns each rank's report. Raises SystemExit when a rank ends without one."""
+    found: dict[int, Any] = {}
+    while len(found) < len(children):
+        try:
+            rank, found[rank] = answers.get(timeout=1)
+        except queue.Empty:
+            if any(child.exitcode for child in children):
+                raise SystemExit("a rank ended; its error is above") from None
+    return found
+
+
 def main() -> int:
     parser = results.parser(__doc__, "node-transfer")
     cards = torch.cuda.device_count()
@@ -182,7 +193,7 @@ def main() -> int:
         for child in children:
             child.start()
         try:
-            found = dict(answers.get(timeout=400) for _ in children)
+            found = wait_for(children, answers)
         finally:
             for child in children:
                 child.join(20)

@@ -2,7 +2,7 @@
 
     page: | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...   one unit
     tail: | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...   some units, not neighbours
-          of a layer the first plane of all live rows, then the next plane
+          of a layer the first plane of all live rows, then the next plane, then a pad
 
 The paged families are in the page, the others in the tail, which has room for the live rows alone: it depends on the
 length of the request.
@@ -17,6 +17,7 @@ from sglang_dsv4.cache.family import Family
 from sglang_dsv4.errors import GeometryError
 
 FAMILY_ALIGNMENT = 256
+LAYER_ALIGNMENT = 128  # in a tail: kernels lost 2 to 4% of a save of up to 16K tokens where layers began anywhere
 
 
 def align(value: int, to: int) -> int:
@@ -68,12 +69,12 @@ class Tail:
     @classmethod
     def of(cls, families: Iterable[Family], tokens: int) -> Tail:
         """Lays out the live rows of those of ``families`` that are not PAGED."""
-        rows = ((f, f.live_rows(tokens) * f.row_bytes * len(f.layers)) for f in families if not f.whole_pages)
-        return cls(tokens, *_lay_out(rows))
+        rows = [family for family in families if not family.whole_pages]
+        return cls(tokens, *_lay_out((family, _layer_bytes(family, tokens) * len(family.layers)) for family in rows))
 
     def layer_bytes(self, family: Family) -> int:
-        """Counts the bytes of one layer of ``family``."""
-        return family.live_rows(self.tokens) * family.row_bytes
+        """Counts the bytes of one layer of ``family``, with the pad behind it."""
+        return _layer_bytes(family, self.tokens)
 
     def offset(self, family: Family, index: int, plane: int, row: int = 0) -> int:
         """Returns the offset of a piece: layer number ``index``, plane, and number of the live row."""
@@ -87,10 +88,14 @@ class Tail:
 
     def layers(self, family: Family) -> Iterator[slice]:
         """Yields the bytes of each layer of ``family``."""
-        nbytes = self.layer_bytes(family)
+        nbytes = family.live_rows(self.tokens) * family.row_bytes
         for index in range(len(family.layers)):
             start = self.offset(family, index, 0)
             yield slice(start, start + nbytes)
+
+
+def _layer_bytes(family: Family, tokens: int) -> int:
+    return align(family.live_rows(tokens) * family.row_bytes, LAYER_ALIGNMENT)
 
 
 def _check_layer(family: Family, index: int) -> None:

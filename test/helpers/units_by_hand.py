@@ -33,7 +33,8 @@ def tail_bytes(pool: Any, tokens: int) -> int:
     for (family, _), buffer in oracle.buffers(pool).items():
         if not oracle.grows(family):
             row = sum(end - start for _, start, end in oracle._row_spans(pool, family, buffer.shape[1], 0))
-            sizes[family] = sizes.get(family, 0) + len(oracle.positions(family, tokens, draft.rows)) * row
+            layer = _up(len(oracle.positions(family, tokens, draft.rows)) * row, 128)
+            sizes[family] = sizes.get(family, 0) + layer
     return _summed(sizes)
 
 

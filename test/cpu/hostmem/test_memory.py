@@ -23,9 +23,9 @@ UNIT = 94_208  # of builders.SMALL_RATIOS (0, 4, 128, 4): 2 * (37,440 + 8,448) +
 
 
 def tail_bytes(tokens: int) -> int:
-    """Four layers of the window, two of ratio 4 and its indexer, one of ratio 128; each family begins at 256."""
+    """Four layers of the window, two of ratio 4 and its indexer, one of ratio 128; each at 128, a family at 256."""
     window, open4 = min(tokens, 127), min(tokens, 4 + tokens % 4)
-    at = 4 * window * 584
+    at = 4 * -(-window * 584 // 128) * 128  # the others' rows are multiples of 128
     for nbytes in (2 * open4 * 8_192, 2 * open4 * 2_048, tokens % 128 * 4_096):
         at = -(-at // 256) * 256 + nbytes
     return at

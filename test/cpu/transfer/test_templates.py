@@ -61,12 +61,13 @@ def ordered(found: list[np.ndarray]) -> np.ndarray:
 def expected_words(world: Served, n: int) -> np.ndarray:
     """One token and one layer at a time; the window's first page is SWA page 9, its second 7.
 
-    In the tail families begin at multiples of 256; layer by layer, plane by plane, the live rows alone.
+    In the tail families begin at multiples of 256, layers at multiples of 128; plane by plane, the live rows alone.
     """
     found, first, at = [], 0, 0
     for family in (f for f in world.side.families if f.layers and f.group is not Group.PAGED):
         at, live = -(-at // 256) * 256, family.live_from(n)
         for layer in range(len(family.layers)):
+            at = -(-at // 128) * 128
             for plane in family.planes:
                 k = np.arange(plane.row_bytes // 8)
                 for position in range(live, n):

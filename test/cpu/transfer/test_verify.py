@@ -69,16 +69,17 @@ def test_a_byte_changed_in_the_arena_is_found(loaded, index, byte, where):
 
 
 # Of 11 units rank 0 saves pages and three of the tail. The fourth begins in layer 3 of the window, whose rows begin at
-# byte 3 * 127 * 584 of the tail: in row 125, position 298, with byte 3 * UNIT - 222,504 - 125 * 576 = 408 of the row.
+# byte 3 * 74,240 of the tail (127 * 584, padded to 128): in row 125, position 298, with byte 3 * UNIT - 222,720 -
+# 125 * 576 = 192 of the row.
 IN_TWO = "family swa_kv, layer 3, position 298, byte"
 
 
 @pytest.mark.parametrize(
     ("rank", "flips", "said"),
     [
-        (1, [(4, UNIT - 1)], f"rank 1 has other bytes than rank 0 saved: {IN_TWO} 407 of the row in plane 0"),
-        (0, [(5, 0)], f"rank 0 has other bytes than rank 1 saved: {IN_TWO} 408 of the row in plane 0"),
-        (1, [(4, UNIT - 1), (5, 0)], f"rank 1 has other bytes than rank 0 saved: {IN_TWO} 407 of the row in plane 0"),
+        (1, [(4, UNIT - 1)], f"rank 1 has other bytes than rank 0 saved: {IN_TWO} 191 of the row in plane 0"),
+        (0, [(5, 0)], f"rank 0 has other bytes than rank 1 saved: {IN_TWO} 192 of the row in plane 0"),
+        (1, [(4, UNIT - 1), (5, 0)], f"rank 1 has other bytes than rank 0 saved: {IN_TWO} 191 of the row in plane 0"),
         (1, [(0, 100)], "rank 1 has other bytes than rank 0 saved: family c4_kv, layer 1, position 3, byte 100 of the"),
         (0, [(0, 100)], None),  # its own to save
         (1, [(1, 60 * 576)], None),  # a dead row
