@@ -209,7 +209,7 @@ class SessionCounters(Counts):
         self.add("saved_bytes", nbytes)
         self.add("save_seconds", seconds)
 
-    def went_on(self, kind: str, tokens: int, nbytes: int) -> None:
+    def record_hit(self, kind: str, tokens: int, nbytes: int) -> None:
         """Counts a request that got ``tokens`` tokens more of its prefix. kind: pages, or the window alone."""
         self.add("hits", 1, kind)
         self.add("tokens", tokens)

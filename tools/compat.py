@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_dsv4.command_line import CommandError, Parser, to_its_end
 from sglang_dsv4.engine.hooks import PARTS, member
-from sglang_dsv4.engine.hooks.check import Landing
+from sglang_dsv4.engine.hooks.check import Installation
 from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import SUPPORTED, TESTED, Ranged, is_supported
 
@@ -63,7 +63,7 @@ def missing(version: str) -> list[str]:
     from sglang_dsv4.testing.standalone import boot  # noqa: PLC0415 - it imports torch
 
     boot()
-    landing, symbols = Landing(version, hooks_of(version, *PARTS)), list(symbols_of(version))
+    landing, symbols = Installation(version, hooks_of(version, *PARTS)), list(symbols_of(version))
     unfit = landing.unfit()
     gone = [f"symbol {owner}.{name}: {reason}" for owner, name in symbols if (reason := lacks(owner, name))]
     hooks, lost = len(landing.hooks), len({line.partition(":")[0] for line in unfit})

@@ -129,7 +129,7 @@ class Subject:
             assert turn is not None
             store.supersede(turn)  # the first to go when there is no room
         store.clear("flush")
-        self.host.memory.tenant = None
+        self.host.memory.cache = None
         return load, statistics.median(saves)
 
     def arena_limit(self) -> tuple[float, float]:

@@ -138,12 +138,12 @@ def hooks() -> Checks:
     if not settings.enabled:
         yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", HOST_COPIES)
         return
-    from sglang_dsv4.engine.hooks.check import Landing  # noqa: PLC0415
+    from sglang_dsv4.engine.hooks.check import Installation  # noqa: PLC0415
     from sglang_dsv4.testing.standalone import boot, install_hooks  # noqa: PLC0415
 
     boot()
     install_hooks()
-    landing = Landing(installed, hooks_for(settings, installed))
+    landing = Installation(installed, hooks_for(settings, installed))
     todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
     if missing := list(dict.fromkeys(landing.missing())):
         yield Check("hooks", FAIL, "; ".join(missing), todo, REFUSES)

@@ -87,7 +87,7 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
     from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
     from sglang_dsv4.engine.coverage import launch as said  # noqa: PLC0415
-    from sglang_dsv4.engine.memory import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
+    from sglang_dsv4.engine.ranks import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
 
     args, model, disagg = launch.args, launch.model, get_disagg()
     mode = disagg.disaggregation_mode

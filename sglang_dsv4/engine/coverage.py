@@ -115,7 +115,7 @@ def _drafts_are_covered(drafts: Any) -> bool:
 
 def _ranks_are_apart(on: Launch) -> bool:
     """Returns whether an attention group's ranks have arenas of their own: whole groups share, or none."""
-    from sglang_dsv4.engine.memory import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
+    from sglang_dsv4.engine.ranks import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
 
     return arenas_a_machine(on.args, on.share) * int(on.parallel.attn_tp_size) > ranks_a_machine(on.args)
 

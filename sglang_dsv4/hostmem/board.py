@@ -1,12 +1,12 @@
 """Publishes each rank's progress in shared memory, so that ranks that share units wait without a collective.
 
-Ranks take the same turns (saves and loads) in the same order, so one number says how far a rank is.
+Ranks issue the same tickets, of saves and loads, in the same order, so one number says how far a rank is.
 
     a rank's line, int64:  | done | ballot 0 | ballot 1 | ... | named 0: 64 numbers | named 1: 64 numbers |
 
-``done`` is the last turn up to which none of the rank's transfers touches units any more. A ballot is twice its number
-plus the answer. Ballots alternate between two places: a rank that writes one again has seen every rank's next ballot,
-so every rank had read it. A line is written by its rank alone, each number in one store. A fence comes before a
+``done`` is the last ticket up to which none of the rank's transfers touches units any more. A ballot is twice its
+number plus the answer. Ballots alternate between two places: a rank that writes one again has seen every rank's next
+ballot, so every rank had read it. A line is written by its rank alone, each number in one store. A fence comes before a
 number that tells of anything written before it.
 """
 
@@ -48,15 +48,15 @@ class Board:
         return align(ranks * _LINE * 8, system_page())
 
     def publish(self, done: int) -> None:
-        """Publishes that none of this rank's transfers up to turn ``done`` touches units any more."""
+        """Publishes that none of this rank's transfers up to ticket ``done`` touches units any more."""
         self._fence()
         self._mine[_DONE] = done
 
-    def wait_done(self, turn: int) -> None:
-        """Returns when every rank has published ``turn``. Raises RankNotHeard."""
-        late = self._wait(self._lines[:, _DONE], turn)
+    def wait_done(self, ticket: int) -> None:
+        """Returns when every rank has published ``ticket``. Raises RankNotHeard."""
+        late = self._wait(self._lines[:, _DONE], ticket)
         if late is not None:
-            raise self._not_heard(late, f"turn {self._lines[late, _DONE]}, and {turn}")
+            raise self._not_heard(late, f"ticket {self._lines[late, _DONE]}, and {ticket}")
 
     def vote(self, answer: bool) -> bool:
         """Returns whether every rank answers True; all ranks call it equally often. Raises RankNotHeard."""

@@ -25,7 +25,7 @@ from sglang_dsv4.hostmem.populate import system_page
 from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.hostmem.split import split
-from sglang_dsv4.hostmem.turns import Turns
+from sglang_dsv4.hostmem.tickets import Tickets
 from sglang_dsv4.streams import Event
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 30  # most bytes registered at once, in whole units: some hosts refuse more than 96 GiB
 
 
-class Tenant(Protocol):
+class UnitCache(Protocol):
     """Holds units beyond any request, and gives them up when a copy needs them."""
 
     def make_room(self, units: int) -> None:
@@ -58,7 +58,7 @@ class Lease:
     number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the units
-    turn: int = 0  # of that transfer
+    ticket: int = 0  # of that transfer
     gathered: Event | None = None  # after it the save reads nothing of the request; the next save records it again
     detached: Detached | None = None  # the part of the copy outside the arena
 
@@ -180,9 +180,9 @@ class HostCopy:
         self.memory.release(self.lease)
 
     def hand_over(self) -> None:
-        """Gives the units, which nothing else holds, to the tenant of the memory; the copy is released then."""
+        """Gives the units, which nothing else holds, to the cache of the memory; the copy is released then."""
         self.require_held()
-        self.memory.release(self.lease, to_tenant=True)
+        self.memory.release(self.lease, to_cache=True)
 
     def __del__(self) -> None:
         if self.lease.held:
@@ -215,7 +215,7 @@ class HostMemory:
         self.arena = Arena(align(size.nbytes, system_page()), pin, cuts, sharers)
         self.rank, self.ranks = (0, 1) if sharers is None else (sharers.rank, sharers.ranks)
         self.pool = UnitPool(size.count)
-        self.turns = Turns(self.arena.board)
+        self.tickets = Tickets(self.arena.board)
         self._leases: dict[int, Lease] = {}
         self._handed_out = 0
         # Leases of handles that died. A handle can die inside any call here (garbage collection), so it only
@@ -224,7 +224,7 @@ class HostMemory:
         self._unreleased: list[int] = []  # numbers of those that held units
         self._leaks = 0
         self._on_release = on_release
-        self.tenant: Tenant | None = None
+        self.cache: UnitCache | None = None
 
     def offset(self, unit: int) -> int:
         """Returns the byte at which ``unit`` starts in the arena."""
@@ -267,15 +267,15 @@ class HostMemory:
         try:
             self._require_room(in_pages + in_tail, tokens)
             for count in (in_pages, in_tail):  # each a run where it can be
-                taken += self.pool.take(count, self.turns.now)
-            self.turns.reach(self.pool.last_turn(taken[len(saved) :]))
+                taken += self.pool.take(count, self.tickets.now)
+            self.tickets.reach(self.pool.last_ticket(taken[len(saved) :]))
         except BaseException:  # no one else knows these units
             self.pool.give_back(taken)
             raise
         shares = split(self.ranks, in_pages + in_tail, len(saved))
         copy = self._handed_out_copy(tokens, geometry, weight_version, taken, begins, in_tail, shares)
         if saved:
-            copy.lease.turn = self.pool.last_turn([*saved])
+            copy.lease.ticket = self.pool.last_ticket([*saved])
         return copy
 
     def lend(
@@ -286,14 +286,14 @@ class HostMemory:
         self.pool.hold(units)
         shares = split(self.ranks, 0, len(units))
         copy = self._handed_out_copy(tokens, geometry, weight_version, units, 0, len(tail), shares)
-        copy.lease.turn = self.pool.last_turn(units)
+        copy.lease.ticket = self.pool.last_ticket(units)
         return copy
 
     def _require_room(self, count: int, tokens: int) -> None:
         if not self.has_room(count) or self._dead or self._unreleased:
             self._reclaim_dead(not self.has_room(count))
-        if not self.has_room(count) and self.tenant is not None:
-            self.tenant.make_room(count)
+        if not self.has_room(count) and self.cache is not None:
+            self.cache.make_room(count)
         if not self.has_room(count):
             short, size = count - self.pool.available, self.units.nbytes
             raise HostMemoryExhausted(
@@ -317,27 +317,27 @@ class HostMemory:
     def touched(self, copy: HostCopy) -> None:
         """Marks the units of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
         lease = copy.lease
-        lease.turn = self.turns.end(lease.used_by)
-        self.pool.touch(lease.units, lease.turn)
+        lease.ticket = self.tickets.issue(lease.used_by)
+        self.pool.touch(lease.units, lease.ticket)
 
     def wait_for_shares(self, copy: HostCopy) -> None:
         """Waits until every rank's part of ``copy`` is on the host. A rank alone has its transfers in order."""
         if self.arena.board is not None:
-            self.turns.reach(copy.lease.turn)
+            self.tickets.reach(copy.lease.ticket)
 
-    def release(self, lease: Lease, to_tenant: bool = False) -> None:
+    def release(self, lease: Lease, to_cache: bool = False) -> None:
         """Gives a copy's units back, to be reused after its last transfer. A second call does nothing.
 
-        to_tenant: the tenant gets them, instead.
+        to_cache: the cache gets them, instead.
         """
         if not lease.held:
             return
         lease.held = False
         del self._leases[lease.number]
-        (self.pool.hand_over if to_tenant else self.pool.give_back)(lease.units)
+        (self.pool.hand_over if to_cache else self.pool.give_back)(lease.units)
         if lease.detached is not None:
             lease.detached.release()
-        if not to_tenant:  # the tenant's units are not counted, nor was this copy yet
+        if not to_cache:  # the cache's units are not counted, nor was this copy yet
             self._on_release(len(self._leases), self._held_bytes())
 
     def died(self, lease: Lease) -> None:
@@ -345,7 +345,7 @@ class HostMemory:
         self._dead.append(lease)
 
     def _held_bytes(self) -> int:
-        return (self.pool.held - self.pool.idle) * self.units.nbytes
+        return (self.pool.held - self.pool.evictable) * self.units.nbytes
 
     def _reclaim_dead(self, short: bool = False) -> None:
         """Gives back the units of handles that died without a release, and counts them.
@@ -397,7 +397,7 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the units held by live copies, those that the tenant holds, too, among them."""
+        """Bytes of the units held by live copies, those that the cache holds, too, among them."""
         self._reclaim_dead()
         return self._held_bytes()
 
@@ -405,4 +405,4 @@ class HostMemory:
         """Raises AssertionError when a unit is lost, doubled, or counted wrongly."""
         self._reclaim_dead()
         held = [unit for lease in self._leases.values() for unit in lease.units]
-        self.pool.check_integrity(held, () if self.tenant is None else self.tenant.units())
+        self.pool.check_integrity(held, () if self.cache is None else self.cache.units())

@@ -66,7 +66,7 @@ class SessionStore:
         self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
         self.counters = SessionCounters()
-        self._memory.tenant = self
+        self._memory.cache = self
 
     # ------------------------------------------------------------------------------------------------- what is kept
 
@@ -345,10 +345,10 @@ class SessionStore:
         self.counters.add("verified", int(checksums is not None))
         return (len(path) - first_page + self._in_tail) * self._units.nbytes
 
-    def went_on(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
+    def record_hit(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
         """Counts a request that has ``tokens`` tokens more of its prefix after a load from ``first_page`` on."""
         alone = (first_page + 1) * self._page == point.tokens
-        self.counters.went_on("window" if alone else "pages", tokens, nbytes)
+        self.counters.record_hit("window" if alone else "pages", tokens, nbytes)
 
     @staticmethod
     def stands(point: Point) -> bool:
@@ -385,7 +385,7 @@ class SessionStore:
             self.order.expire(numbers if board is None else board.common(numbers))
 
     def make_room(self, units: int) -> None:
-        """Evicts points until a copy finds ``units``, on each rank; see ``hostmem.memory.Tenant``."""
+        """Evicts points until a copy finds ``units``, on each rank; see ``hostmem.memory.UnitCache``."""
         self._expire()
         self._find_room(units, "retract", for_point=False)
 
@@ -394,7 +394,7 @@ class SessionStore:
 
         By counts alone, which are the same on all ranks.
         """
-        now = self.order.changes, self._memory.pool.available, self._memory.pool.idle
+        now = self.order.changes, self._memory.pool.available, self._memory.pool.evictable
         if now != self._tried_ahead and not self._has_room(self.few, for_point=True):
             self._find_room(self.enough, "room", (PLAIN.rank, PLAIN.priority))
             self._tried_ahead = now
@@ -448,7 +448,7 @@ class SessionStore:
         self._pages -= len(pages)
         self._memory.pool.forget([page.unit for page in pages])
 
-    def settle(self, launched: bool = True) -> None:
+    def end_pass(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, drops all points if the weights changed, and makes room ahead.
 
         Once a pass, on each rank. The pages of a save that failed, or found its request at fault, are worthless, and so

@@ -91,7 +91,7 @@ def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_bu
     with monkeypatch.context() as patch, pytest.raises(HooksNotLanded, match="did not load the plugin"):
         patch.setattr(server, "watched", False)
         DeepseekV4ForCausalLM(None)
-    broken = check.Landing("0.5.22")
+    broken = check.Installation("0.5.22")
     broken.failure = ValueError("no such name")
     monkeypatch.setattr(server, "landing", broken)
     with pytest.raises(HooksNotLanded, match="no such name"):

@@ -145,7 +145,7 @@ def series(
         told.holds(sessions.points, sessions.held_bytes)
         for kind, hits in sessions.hits.items():
             for _ in range(hits):
-                told.went_on(kind, 900, 5000)
+                told.record_hit(kind, 900, 5000)
     return prometheus_client.generate_latest(registry)
 
 

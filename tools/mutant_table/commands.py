@@ -61,7 +61,7 @@ MUTANTS = (
         ("blocks-left-by-a-flush-not-counted", "result.leaks = left + held +", "result.leaks = left +")),
     *seeded("testing/integrity.py", "engine/test_world.py::test_what_becomes_free_in_v41_holds_garbage",
         ("v41-first-tile-for-all", "PAGE // (part.ratio or 1) // part.rows", "1")),
-    *seeded("testing/ledger.py", "engine/plain/test_restore.py::test_it_joins_the_decode_batch[stock-513-v41]",
+    *seeded("testing/ledger.py", "engine/plain/test_resume.py::test_it_joins_the_decode_batch[stock-513-v41]",
         ("v41-ring-of-the-window", "BY_REQUEST = (\"c128_state\", \"c2_state\", ONLINE)",
          "BY_REQUEST = (\"c128_state\", ONLINE)")),
 )  # fmt: skip

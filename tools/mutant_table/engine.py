@@ -35,7 +35,7 @@ MUTANTS = (
     *seeded("engine/hooks/install.py",
             "engine/test_installation.py::test_an_untested_version_is_served_with_a_warning_and_without_prep",
         ("sessions-lost-in-silence", "if settings.sessions != OFF and (reason", "if False and (reason")),
-    *seeded("engine/memory.py", "engine/test_ranks.py",
+    *seeded("engine/ranks.py", "engine/test_ranks.py",
         ("launchers-are-servers", "here[0])", "mine[1])")),
     *seeded("hostmem/sizing.py", "engine/test_ranks.py",
         ("largest-rank-decides", "min(size.count for size in found)", "max(size.count for size in found)"),

@@ -114,7 +114,7 @@ MUTANTS = (
     *seeded("sessions/store.py", "engine/plain/test_session_traps.py::test_trap_21_a_short_request_keeps_nothing",
         ("health-checks-kept", "FEWEST_TOKENS = 1024", "FEWEST_TOKENS = 1")),
     *seeded("sessions/store.py", "sessions/test_store.py",
-        ("adopted-unit-without-a-holder", "pool.keep(", "pool.last_turn(")),
+        ("adopted-unit-without-a-holder", "pool.keep(", "pool.last_ticket(")),
     *seeded("sessions/store.py", "engine/plain/test_session_costs.py",
         ("misses-stay-for-good", "found.came >= self._trie.came(namespace)", "True"),
         ("computed-across-an-update-kept", "if self._host.context.is_clean():", "if True:"),

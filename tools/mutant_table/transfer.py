@@ -41,7 +41,7 @@ MUTANTS = (
         ("copy-crosses-a-registration", " or unit % chunk == 0]", "]"),
         ("tail-of-another-rank-written", "units[part.start : part.stop]", "units[: part.stop]")),
     *seeded("transfer/copier.py",
-            "engine/plain/test_restore.py::test_the_last_token_goes_in_behind_whoever_had_the_row",
+            "engine/plain/test_resume.py::test_the_last_token_goes_in_behind_whoever_had_the_row",
         ("plain-last-token-told-too-early", "            outer.wait_event(self._end(copy, search, self._engine))",
          "            self._end(copy, search, self._engine)")),
     *seeded("transfer/copier.py",

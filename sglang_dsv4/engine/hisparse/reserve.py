@@ -16,7 +16,7 @@ from sglang_dsv4.cache.families import kv_page_bytes
 from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.memory import Place, of_every_rank, place, ranks_an_arena
+from sglang_dsv4.engine.ranks import Place, of_every_rank, place, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim, launcher

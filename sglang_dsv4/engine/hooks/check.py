@@ -14,7 +14,7 @@ from sglang_dsv4.errors import HooksNotLanded
 ADVICE = "Fix the installation, or serve without this package: DSV4_ENABLED=0"
 
 
-class Landing:
+class Installation:
     """Records the hooks meant for this process, and how far they came. enabled: any were meant."""
 
     def __init__(self, version: str, hooks: tuple[Hook, ...] = ()) -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook
-from sglang_dsv4.engine.hooks.check import ADVICE, Landing, in_place
+from sglang_dsv4.engine.hooks.check import ADVICE, Installation, in_place
 from sglang_dsv4.engine.hooks.table import hooks_for, left_out
 from sglang_dsv4.engine.releases import TESTED, engine_version, is_supported, release_for
 from sglang_dsv4.engine.state import server
@@ -63,11 +63,11 @@ def watch_for_sizes(configurators: Any) -> None:
     stock.__new__ = new
 
 
-def install() -> Landing:
+def install() -> Installation:
     """Installs the hooks, once a process. A failure is kept in the landing, whose ``require`` raises it."""
     if server.landing is None:
         server.landing = _install()
-    landing: Landing = server.landing
+    landing: Installation = server.landing
     return landing
 
 
@@ -81,9 +81,9 @@ def require_landed() -> None:
     install().require()
 
 
-def _install() -> Landing:
+def _install() -> Installation:
     version = engine_version()
-    landing = Landing(version)
+    landing = Installation(version)
     try:
         settings = read_settings()
         if not settings.enabled:

@@ -152,11 +152,11 @@ HOOKS: tuple[Hook, ...] = (
          part="plain", why="a request with a copy gets its pages here, and one token is left to compute",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_BATCH}.ScheduleBatch.prepare_for_extend", kind="around",
-         ours="engine.plain.restore:prepare_for_extend", part="plain",
+         ours="engine.plain.resume:prepare_for_extend", part="plain",
          why="the row is known and nothing launched: the copy is loaded, and restored requests alone need no forward",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_SCHEDULER}.get_new_batch_prefill", kind="around",
-         ours="engine.plain.restore:get_new_batch_prefill", part="plain",
+         ours="engine.plain.resume:get_new_batch_prefill", part="plain",
          why="copies of requests that left the waiting queue are released before it; restored requests that were "
          "admitted alone join the decode batch after it, without an eager forward for one token each",
          gone_when="the engine tells of each request that it drops, and takes a saved one back without a prefill"),
@@ -164,7 +164,7 @@ HOOKS: tuple[Hook, ...] = (
          part="plain", why="a request may ask for its session at once; to search the queue in each pass is slow",
          gone_when="the engine keeps windows and states on the host, and reads kv_hints"),
     Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="around",
-         ours="engine.plain.tree:release_kv_cache", part="plain",
+         ours="engine.plain.publish:release_kv_cache", part="plain",
          also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
          why="a restored request must not publish the SWA page that was loaded in part; one that ends leaves its "
          "cache, by the node of the tree where it ended",

@@ -102,7 +102,7 @@ class PlainServing:
             self.drop(saved)
         if self.sessions is not None:
             self.sessions.clear("role")
-            self.host.memory.tenant = None
+            self.host.memory.cache = None
 
     def left_to_engine(self, reason: str, message: str) -> None:
         """Counts a request that the engine prefills again."""

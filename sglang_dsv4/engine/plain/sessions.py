@@ -267,7 +267,7 @@ class _Loading:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
-        self.store.went_on(self.point, end - before, first, nbytes)
+        self.store.record_hit(self.point, end - before, first, nbytes)
         if not self.store.tells:
             return
         logger.info(

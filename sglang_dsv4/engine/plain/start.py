@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dsv4.engine.coverage import COMES_COMPUTED, NO_PREFIX_CACHE, NOT_SHARED, Launch, Part, launch, reasons
-from sglang_dsv4.engine.memory import attention_ranks, ranks_of, reserve_host_memory
-from sglang_dsv4.engine.plain import tree
+from sglang_dsv4.engine.memory import ranks_of, reserve_host_memory
+from sglang_dsv4.engine.plain import publish
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
+from sglang_dsv4.engine.ranks import attention_ranks
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -89,7 +90,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if wanted == OFF:
         return
     most = None if wanted is None else int(wanted * 2**30)
-    pairs, tells = tree.pairs_tokens(scheduler.tree_cache), scheduler.server_args.log_requests
+    pairs, tells = publish.pairs_tokens(scheduler.tree_cache), scheduler.server_args.log_requests
     plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most, tells)
     if host.counters.series:
         plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))

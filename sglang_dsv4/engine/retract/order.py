@@ -33,7 +33,7 @@ def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
     host = host_of(batch.token_to_kv_pool_allocator)
     if host is None:
         return original(batch)
-    if spares_the_retract(host, batch):
+    if retract_averted(host, batch):
         from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (  # noqa: PLC0415
             NewTokenRatioTracker,
         )
@@ -43,7 +43,7 @@ def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
         return original(batch)
 
 
-def spares_the_retract(host: CopyService, batch: Any) -> bool:
+def retract_averted(host: CopyService, batch: Any) -> bool:
     """Takes the step in flight where copies need it; returns whether the requests that it ended left memory enough.
 
     Ranks that retract together have the same queue and the same memory, so that each decides alike.

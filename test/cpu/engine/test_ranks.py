@@ -18,8 +18,8 @@ from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
-from sglang_dsv4.engine import memory as engine_ranks
-from sglang_dsv4.engine.memory import ranks_a_machine
+from sglang_dsv4.engine import ranks as engine_ranks
+from sglang_dsv4.engine.ranks import ranks_a_machine
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem import reserve
 from sglang_dsv4.hostmem.memory import HostMemory

@@ -13,7 +13,7 @@ from processes import together
 from sglang_dsv4.errors import RankNotHeard
 from sglang_dsv4.hostmem import board as board_module
 from sglang_dsv4.hostmem.board import Board
-from sglang_dsv4.hostmem.turns import Turns
+from sglang_dsv4.hostmem.tickets import Tickets
 
 
 def boards(ranks: int) -> list[Board]:
@@ -42,15 +42,15 @@ def test_votes_of_processes_that_come_at_any_time():
 
 
 def test_a_fence_comes_before_each_word_that_tells_of_others():
-    """Of names before their ballot, and of whatever was done before a turn is published."""
+    """Of names before their ballot, and of whatever was done before a ticket is published."""
     (board,) = boards(1)
     seen = []
     board._fence = lambda: seen.append(board._mine.copy())
     for number in (5, 6):
         board.publish(number)
         assert board.common([10 + number]) == [10 + number]
-    turns, named = seen[::2], seen[1::2]
-    assert [line[board_module._DONE] for line in turns] == [0, 5], "the fence, then the word"
+    tickets, named = seen[::2], seen[1::2]
+    assert [line[board_module._DONE] for line in tickets] == [0, 5], "the fence, then the word"
     for number, line in enumerate(named):
         ballots, names = line[1:3], line[board_module._NAMES :]
         assert 15 + number in names and ballots.max() == 2 * number + (number > 0)
@@ -60,7 +60,7 @@ def test_a_rank_that_is_not_heard_is_named_with_the_setting(monkeypatch):
     monkeypatch.setattr(board_module, "PATIENCE", 0.05)
     first, second = boards(2)
     second.publish(7)
-    with pytest.raises(RankNotHeard, match=r"rank 1 of 2 is at turn 7, and 8 was waited for .* DSV4_SHARE=off"):
+    with pytest.raises(RankNotHeard, match=r"rank 1 of 2 is at ticket 7, and 8 was waited for .* DSV4_SHARE=off"):
         first.publish(8)
         first.wait_done(8)
     answers = [threading.Thread(target=board.vote, args=(True,)) for board in (first, second)]
@@ -73,21 +73,21 @@ def test_a_rank_that_is_not_heard_is_named_with_the_setting(monkeypatch):
             first.vote(True)
 
 
-def test_a_turn_is_over_when_it_is_over_on_every_rank():
+def test_a_ticket_is_over_when_it_is_over_on_every_rank():
     from builders import FakeEvent
 
     first, second = boards(2)
-    mine, other = Turns(first), Turns(second)
-    mine.end(None)
+    mine, other = Tickets(first), Tickets(second)
+    mine.issue(None)
     event = FakeEvent()
-    other.end(event)
+    other.issue(event)
     waiter = threading.Thread(target=mine.reach, args=(1,), daemon=True)
     waiter.start()
     waiter.join(0.05)
     assert waiter.is_alive(), "the other rank's transfer is not over"
-    other.end(None)
+    other.issue(None)
     waiter.join(0.05)
-    assert waiter.is_alive(), "a later turn does not end an earlier one"
+    assert waiter.is_alive(), "a later ticket does not end an earlier one"
     other.reach(1)
     waiter.join(5)
     assert event.waits == 1 and not waiter.is_alive()

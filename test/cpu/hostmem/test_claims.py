@@ -18,7 +18,7 @@ import pytest
 import torch
 from processes import FORK, on_ranks, together
 
-from sglang_dsv4.engine.memory import gathered
+from sglang_dsv4.engine.ranks import gathered
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims
 from sglang_dsv4.hostmem.claims import Claim

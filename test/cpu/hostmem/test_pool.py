@@ -7,21 +7,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_dsv4.hostmem.pool import RESTING, UnitNumbers, UnitPool
+from sglang_dsv4.hostmem.pool import COOLING, UnitNumbers, UnitPool
 
 
 def test_units_that_rest_long_enough_come_first_then_the_oldest():
     p = UnitPool(4)
     units = [p.take(1)[0] for _ in range(4)]
-    for turn, unit in enumerate(units, 1):
-        p.touch([unit], turn)
+    for ticket, unit in enumerate(units, 1):
+        p.touch([unit], ticket)
     p.give_back(units[1:])
-    now = 3 + RESTING  # turn 4 is too near
+    now = 3 + COOLING  # ticket 4 is too near
     assert p.take(2, now) == units[1:3]
     p.give_back(units[:1])
     assert p.take(1, 4) == units[:1], "the oldest of those that hardly rest"
     last = p.take(1, 4)
-    assert (last, p.last_turn(last)) == (units[3:], 4)
+    assert (last, p.last_ticket(last)) == (units[3:], 4)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_lowest_run_of_neighbours_is_taken(free, count, taken):
 
 
 class Machine(RuleBasedStateMachine):
-    """Any order of takes, turns and releases, beside plain sets."""
+    """Any order of takes, tickets and releases, beside plain sets."""
 
     TOTAL = 6
 
@@ -59,19 +59,19 @@ class Machine(RuleBasedStateMachine):
         if count > self.pool.available:
             return
         units = self.pool.take(count, self.now)
-        last = self.pool.last_turn(units)
+        last = self.pool.last_ticket(units)
         taken = set(units)
         assert len(taken) == count and not taken & held
         if taken:
             assert last == max(self.last[unit] for unit in taken)
             free = sorted(self.last[unit] for unit in range(self.TOTAL) if unit not in held)
-            assert last <= max(self.now - RESTING, free[count - 1]), "younger ones than needed"
+            assert last <= max(self.now - COOLING, free[count - 1]), "younger ones than needed"
             self.held.append(units)
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 10), turns=st.integers(1, 3))
-    def touch(self, which, turns):
-        self.now += turns
+    @rule(which=st.integers(0, 10), tickets=st.integers(1, 3))
+    def touch(self, which, tickets):
+        self.now += tickets
         units = self.held[which % len(self.held)]
         self.pool.touch(units, self.now)
         self.last.update(dict.fromkeys(units, self.now))

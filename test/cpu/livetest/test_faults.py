@@ -11,7 +11,7 @@ from sglang_dsv4.bench import transfer
 from sglang_dsv4.cli import drill
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.command_line import to_its_end
-from sglang_dsv4.engine.hooks.check import Landing
+from sglang_dsv4.engine.hooks.check import Installation
 from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.livetest import faults
 from sglang_dsv4.sessions.store import SessionStore
@@ -39,7 +39,7 @@ def test_bad_settings_are_one_line(capsys, monkeypatch, environ):
 
 SABOTAGE = [
     ("memory", lambda: mock.patch.object(metrics, "logger", mock.MagicMock()), "no text like"),
-    ("hooks", lambda: mock.patch.object(Landing, "missing", lambda self: []), "no text like"),
+    ("hooks", lambda: mock.patch.object(Installation, "missing", lambda self: []), "no text like"),
     ("damage", lambda: mock.patch.object(verify, "check_host", lambda *_: None), "no text like"),
     ("sessions", lambda: mock.patch.object(verify, "check_host", lambda *_: None), "no text like"),
     ("sessions", lambda: mock.patch.object(sessions, "namespace", lambda req: None), "another tenant's"),

@@ -109,7 +109,7 @@ def test_sessions_are_read_by_kind_and_only_where_they_are_kept():
     counters.kept(700, 0.5)
     counters.holds(2, 900)
     for kind in ("window", "pages", "pages"):
-        counters.went_on(kind, 512, 100)
+        counters.record_hit(kind, 512, 100)
     counters.add("verified", 2)
     counters.add("evicted", 1, "room")
     counters.hinted([("kv.pin", "taken"), ("kv.pin", "bad")])

@@ -13,7 +13,7 @@ import units_by_hand
 from pool_fixture import World
 from processes import exchange, on_ranks
 
-from sglang_dsv4.engine import memory as engine_memory
+from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.errors import HostMemoryExhausted, VerifyMismatch
 from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
@@ -28,9 +28,9 @@ def attached(rank: int, full: bool = False, verify: bool = False, ranks: int = 2
     """A rank's pool of the tiny model; what it holds follows from the rank. full: one copy fills it."""
     spec = PoolSpec(pages=24, swa_pages=24)
     pool = make_pool(spec)
-    engine_memory.of_every_rank = exchange
+    engine_ranks.of_every_rank = exchange
     context = ServerContext(
-        agreed_size=engine_memory.agreed_size,
+        agreed_size=engine_ranks.agreed_size,
         ranks=ranks,
         world=sharing.World(exchange, rank, "all") if share == "auto" else None,
     )

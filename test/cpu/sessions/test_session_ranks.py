@@ -14,7 +14,7 @@ import torch
 from processes import exchange, on_ranks
 from stateful.store import Search
 
-from sglang_dsv4.engine.memory import gathered
+from sglang_dsv4.engine.ranks import gathered
 from sglang_dsv4.errors import CopyEngineError, HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem import board, sharing
 from sglang_dsv4.pools.copy_service import ServerContext
@@ -124,7 +124,7 @@ def test_after_a_random_life_both_have_the_same_points(tmp_path: Path, seed: int
                     copy.release()
             else:
                 mine.now += rng.random() + 0.01 * rank
-                mine.store.settle()
+                mine.store.end_pass()
             mine.check()
             indexes.append(mine.index())
         return indexes, dict(mine.store.counters.evicted), mine.host.memory.pool.held
@@ -144,7 +144,7 @@ def test_a_time_is_over_when_it_is_over_on_both_clocks(tmp_path: Path) -> None:
         for pages, times in enumerate(((4.9, 4.9), (5.1, 4.9), (4.9, 5.1), (5.1, 5.1)), 1):
             mine.now = times[rank]
             mine.keep(2, pages)
-            mine.store.settle()
+            mine.store.end_pass()
             found.append(next(point.order[0] for point in mine.store.order if point.number == 1))
         return found
 
@@ -175,7 +175,7 @@ def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(
         copier.save = real
         mine.keep(1, 4), mine.keep(2, 2)
         before = mine.index()
-        mine.store.settle()
+        mine.store.end_pass()
         mine.check()
         return before, mine.index(), dict(mine.host.counters.fallbacks)
 
@@ -199,13 +199,13 @@ def test_a_save_does_not_wait_for_the_other_rank(
     def work(rank: int) -> Any:
         mine = OneRank(rank)
         mine.keep(1, 1, Hints(Rank.RETAINED, ttl_seconds=ttl))
-        mine.store.settle()
+        mine.store.end_pass()
         while rank != early and not saved.exists():
             time.sleep(0.01)
         point, _ = mine.keep(1, 3)
         again = mine.store.keep_again(point)
         saved.touch()
-        mine.store.settle()
+        mine.store.end_pass()
         return point.tokens, again, len(mine.index())
 
     assert on_ranks(tmp_path, work) == [(3 * PAGE, True, 2)] * 2

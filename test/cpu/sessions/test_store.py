@@ -139,13 +139,13 @@ def test_a_point_that_is_gone_is_not_kept_again(device, monkeypatch, gone):
 def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):
     sessions = Sessions(device, 2 + 2 * TAIL)
     sessions.keep(1, 2)
-    sessions.store.settle()
+    sessions.store.end_pass()
     assert sessions.store.counters.held_bytes == sessions.store.held_bytes == (2 + TAIL) * UNIT
     slots = oracle.resume(device.allocator, 3 * PAGE)
     oracle.evict(device.allocator, slots, len(slots))  # its window is gone: the save is refused
     sessions.store.keep("a", lambda first: array("q", [1] * 3 * PAGE)[first:], slots.int())
     device.allocator.free(slots)
-    sessions.store.settle()
+    sessions.store.end_pass()
     assert sessions.host.counters.fallbacks["WindowNotMapped"] == 1
     assert sessions.store.counters.held_bytes == sessions.store.held_bytes == 0, "its window took the other point's"
 
@@ -156,14 +156,14 @@ def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypa
     agents = [array("q", [5] * PAGE + [agent] * (PAGE + 1)) for agent in range(3)]
     for tokens in agents:
         sessions.keep(0, 2, tokens=tokens)
-    sessions.store.settle()
+    sessions.store.end_pass()
     with monkeypatch.context() as patch:
         patch.setattr(sessions.host._copier, "save", Recorder(error=CopyEngineError("played")))
         sessions.keep(5, 1)
     assert sessions.free == 0, "it took the last units"
     with sessions.store.pages_of("a", agents[0], 2 * PAGE) as shared:
         assert len(shared) == 2, "its page is as good as before"
-    sessions.store.settle()
+    sessions.store.end_pass()
     assert sessions.free == TAIL and sessions.host.counters.fallbacks["CopyEngineError"] == 1
     assert [sessions.store.longest("a", tokens, 2 * PAGE).point.tokens for tokens in agents] == [2 * PAGE] * 3
     assert sessions.find(5) == 0 and dict(sessions.store.counters.evicted) == {"fault": 1}
@@ -258,7 +258,7 @@ def test_chats_fill_the_memory_to_its_last_units(device):
     sessions = Sessions(device, chats * (2048 // PAGE + TAIL))
     for number in range(chats):
         sessions.keep(number, 2048 // PAGE)
-        sessions.store.settle()
+        sessions.store.end_pass()
     assert (sessions.store.points, sessions.free, dict(sessions.store.counters.evicted)) == (chats, 0, {})
     sessions.keep(chats, 2048 // PAGE)
     assert [sessions.find(number) for number in range(chats + 1)] == [0, *[2048 // PAGE] * chats]
@@ -361,17 +361,17 @@ def test_room_is_made_ahead_of_the_saves_that_need_it(device):
     sessions = Sessions(device, 160)
     for number in range(10):
         sessions.keep(number, 9, Hints(Rank.PINNED, ttl_seconds=60) if number == 0 else Hints())
-        sessions.store.settle()
+        sessions.store.end_pass()
     assert sessions.store.counters.evicted == {} and sessions.free == 160 - 10 * (9 + TAIL), "ten units, so enough"
     sessions.keep(10, 3)
-    sessions.store.settle()
+    sessions.store.end_pass()
     assert sessions.store.counters.evicted == {"room": 1} and sessions.free == 1 + 9 + TAIL
     assert (sessions.find(0), sessions.find(1), sessions.find(2)) == (9, 0, 9)
     sessions.store.few, sessions.store.enough = sessions.free + 1, sessions.free + 9 + TAIL + 1
-    sessions.store.settle()
+    sessions.store.end_pass()
     assert [sessions.find(number) for number in range(5)] == [9, 0, 0, 0, 9], "several at once"
     sessions.store.few = sessions.store.enough = 160
-    sessions.store.settle()
+    sessions.store.end_pass()
     assert (sessions.find(0), sessions.find(4)) == (9, 9), "a pin goes for none who may never come"
 
 
@@ -481,7 +481,7 @@ def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):
     """Its own beginning is kept: to evict that point frees no page for the rest."""
     sessions = Sessions(device)
     sessions.keep(1, 1)
-    sessions.store.settle()
+    sessions.store.end_pass()
     tokens = array("q", [1] * 5 * PAGE)
     with sessions.store.pages_of("a", tokens, 4 * PAGE) as shared:
         assert len(shared) == 1

@@ -58,7 +58,7 @@ class Accounts(Requests):
             everything = pool.take(pool.total)
             assert everything == list(range(pool.total))
             pool.give_back(everything)
-            self.memory.turns.reach(self.memory.turns.now)
+            self.memory.tickets.reach(self.memory.tickets.now)
             self.memory.check_integrity()
             assert all(event.passed for event, _ in self.reading)
         finally:

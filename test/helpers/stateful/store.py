@@ -353,7 +353,7 @@ class StoreLives(RuleBasedStateMachine):
 
     def _settle(self, _: int = 0) -> None:
         """Begins the next pass: all that was built on a wrong save goes."""
-        self.store.settle()
+        self.store.end_pass()
         counters = self.store.counters
         assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
         self.expected.settle()
@@ -362,7 +362,7 @@ class StoreLives(RuleBasedStateMachine):
     def _weights(self, _: int) -> None:
         self._settle()
         self.weights += 1
-        self.store.settle()
+        self.store.end_pass()
         self.expected.clear()
         self.expected.is_clean = False
 

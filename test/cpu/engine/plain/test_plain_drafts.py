@@ -10,7 +10,7 @@ import pytest
 from plain_world import forget, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.tree import half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.plain.publish import half_loaded_page, pairs_tokens
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.testing.integrity import branches
 from sglang_dsv4.testing.ledger import parts

@@ -14,7 +14,7 @@ from plain_world import forget, serving, world_with_sessions
 from server_fixture import device_memory, weight_updater
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from sglang_dsv4.engine.plain import restore, sessions
+from sglang_dsv4.engine.plain import resume, sessions
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.retract.stale import changing_weights
 from sglang_dsv4.engine.state import of
@@ -37,7 +37,7 @@ def test_a_long_queue_is_not_searched_in_each_pass() -> None:
     world, _ = world_with_sessions()
     world.scheduler.waiting_queue = Queue([object()] * 3)
     plan = SimpleNamespace(batch_to_run=None)
-    assert restore.get_new_batch_prefill(lambda *_: plan, world.scheduler, world.scheduler.running_batch) is plan
+    assert resume.get_new_batch_prefill(lambda *_: plan, world.scheduler, world.scheduler.running_batch) is plan
 
 
 def test_a_request_that_left_the_queue_is_not_loaded() -> None:

@@ -145,7 +145,7 @@ def test_a_server_that_changes_its_role_leaves_nothing(caplog):
         start.start_plain_serving(None, world.scheduler)
         assert store.points == memory.pool.held == 0
         assert (plain_of(world.allocator) is None) is (mode == DisaggregationMode.DECODE)
-        assert (memory.tenant is None) is (mode == DisaggregationMode.DECODE)
+        assert (memory.cache is None) is (mode == DisaggregationMode.DECODE)
     assert caplog.text.count("is not kept: prompts come to a decode server computed") == 1
     assert serving(world) is not plain and serving(world).sessions is not store
     nothing_is_held(world)

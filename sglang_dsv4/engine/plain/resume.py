@@ -23,8 +23,8 @@ import torch
 
 from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.plain import sessions
+from sglang_dsv4.engine.plain.publish import keep_from_tree
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of, sweep
-from sglang_dsv4.engine.plain.tree import keep_from_tree
 from sglang_dsv4.engine.releases import current
 
 Original = Callable[..., Any]
@@ -73,7 +73,7 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     if plain.count:  # a pass is a decode step: what has nothing to do is not called
         sweep(plain, scheduler.waiting_queue)
     if plain.sessions is not None:
-        plain.sessions.settle(launched=scheduler.last_batch is not None)
+        plain.sessions.end_pass(launched=scheduler.last_batch is not None)
         if plain.to_prefetch:
             sessions.prefetch(plain, plain.sessions, scheduler)
     plan = original(scheduler, running_batch)

@@ -10,7 +10,7 @@ from plain_world import came_back, forget, full, over, retracted, run_to, servin
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry
-from sglang_dsv4.engine.plain import tree
+from sglang_dsv4.engine.plain import publish
 from sglang_dsv4.testing.integrity import branches
 
 PAGE = 256
@@ -59,7 +59,7 @@ def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int, mo
 
 @pytest.mark.parametrize(("tokens", "half"), [(512, None), (513, 256), (638, 256), (639, None), (767, None), (300, 0)])
 def test_which_page_is_half_loaded(tokens: int, half: int | None) -> None:
-    assert tree.half_loaded_page(Geometry((0, 4, 128)), tokens) == half
+    assert publish.half_loaded_page(Geometry((0, 4, 128)), tokens) == half
 
 
 def test_a_finish_that_publishes_no_window_publishes_nothing() -> None:
