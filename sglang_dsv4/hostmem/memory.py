@@ -77,25 +77,22 @@ class HostCopy:
 
     The engine's request owns it. ``release`` gives the units back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
-    begins: the page of its first unit; those before it have another holder. in_tail: how many of its units, the last
-    ones, are its tail. shares: the part that each of the ranks that share the arena saves, as indices of ``units``;
-    rank: this one's number among them. The units before the first share were saved before.
-    search: the answer of a save that did not wait, until it is asked for; then None.
-    draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
     """
 
     tokens: int
     geometry: Geometry
     memory: HostMemory
     lease: Lease
-    begins: int
-    in_tail: int
-    shares: tuple[range, ...]
-    rank: int
+    begins: int  # the page of its first unit; the pages before it have another holder
+    in_tail: int  # how many of its units, the last ones, are its tail
+    shares: tuple[
+        range, ...
+    ]  # by rank of the arena, the part that it saves: indices of ``units``; before: saved before
+    rank: int  # this rank's number among them
     weight_version: Any = None
-    checksums: Any = None
-    search: Any = None
-    draft_begins: Any = None
+    checksums: Any = None  # with DSV4_VERIFY, see ``transfer.verify``
+    search: Any = None  # the answer of a save that did not wait, until it is asked for
+    draft_begins: Any = None  # the request's entry of that table, on the device (see ``DeviceBuffers``)
 
     @property
     def units(self) -> UnitNumbers:

@@ -45,29 +45,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServerContext:
-    """Tells a pool of its server.
+    """Tells a pool of its server. What asks other ranks is called equally often on each of them."""
 
-    agreed_size: maps this rank's size of the arena (None: it refuses) to one for every rank (None: one refuses); called
-    equally often on every rank. ranks: ranks that share the machine's RAM. launcher: of the first of them; None:
-    this one's own. world: the server's ranks, where those of a group may share an arena. true_on_every_rank: of ranks
-    that retract together, called likewise.
-    writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
-    is_clean: whether all of the device's cache was computed with these.
-    stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
-    steps_in_flight: how many of a request's launched steps have no result yet. take_results: takes all such results.
-    """
-
+    # This rank's size of the arena (None: it refuses) -> the one for every rank (None: one refuses).
     agreed_size: Callable[[ArenaSize | None], ArenaSize | None] = lambda size: size
-    ranks: int = 1
-    launcher: str | None = None
-    world: World | None = None
-    true_on_every_rank: Callable[[bool], bool] = lambda mine: mine
-    writer_streams: WriterStreams = lambda: ()
-    weight_version: Callable[[], Any] = lambda: None
-    is_clean: Callable[[], bool] = lambda: True
-    stages: int = 1
-    steps_in_flight: Callable[[Any], int] = lambda req: 0
-    take_results: Callable[[], None] = lambda: None
+    ranks: int = 1  # that share the machine's RAM
+    launcher: str | None = None  # of the first of them; None: this one's own
+    world: World | None = None  # the server's ranks, where those of a group may share an arena
+    true_on_every_rank: Callable[[bool], bool] = lambda mine: mine  # of those that retract together
+    writer_streams: WriterStreams = lambda: ()  # whose queued work a load must wait for
+    weight_version: Callable[[], Any] = lambda: None  # of the weights now being served
+    is_clean: Callable[[], bool] = lambda: True  # whether all of the device's cache was computed with these
+    stages: int = 1  # of the pipeline; they agree on retracts before each checks its saves: with several a save waits
+    steps_in_flight: Callable[[Any], int] = lambda req: 0  # a request's launched steps that have no result yet
+    take_results: Callable[[], None] = lambda: None  # takes all such results
 
 
 def wanted_size(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> ArenaSize:
