@@ -62,9 +62,9 @@ class Rank:
         self.places = [self.subject.place(self.tokens, seed) for seed in range(4)]
 
     def gather(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * RANKS
-        torch.distributed.all_gather_object(found, mine)
-        return found
+        from sglang_dsv4.engine.ranks import gathered  # noqa: PLC0415
+
+        return gathered(mine, RANKS, torch.distributed.group.WORLD)
 
     def turn(self, host: Any, number: int) -> dict[str, float]:
         """Returns seconds of a save until its bytes are on the host, and of a load until it is written."""

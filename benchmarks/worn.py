@@ -38,7 +38,8 @@ def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
     """Keeps points of conversations in ``store`` by turns, with eviction as a save has it."""
     from sglang_dsv4.sessions.order import PLAIN  # noqa: PLC0415 - as above
 
-    draw, pool, trie = random.Random(seed), store._memory.pool, store._trie
+    draw, memory, trie = random.Random(seed), store._memory, store._trie
+    geometry = store._host.buffers.geometry
     names = itertools.count()
     last: dict[int, Point] = {}
     for _ in range(turns):
@@ -49,11 +50,12 @@ def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
         count = draw.randint(*(FIRST_PAGES if behind is None else TURN_PAGES))
         page = trie.used = None if behind is None else behind.page
         if store._find_room(count + store._in_tail, "room", (PLAIN.rank, PLAIN.priority)):
-            units, tail = pool.take(count), pool.take(store._in_tail)
-            pool.hand_over([*units, *tail])
-            added = trie.add(("worn", who), page, [next(names).to_bytes(8) for _ in units], units)
-            store._pages, store._windows = store._pages + count, store._windows + 1
-            last[who] = store._put(("worn", who), added[-1], tail, PLAIN)
+            depth = 0 if page is None else page.depth
+            copy = memory.allocate((depth + count) * geometry.page_size, geometry, begins=depth)
+            added = store._add(("worn", who), page, [next(names).to_bytes(8) for _ in range(count)], copy)
+            store._windows += 1
+            last[who] = store._put(("worn", who), added[-1], copy.tail_units, PLAIN)
+            copy.hand_over()
             if behind is not None:
                 store.supersede(behind)
         store._done_with(page)

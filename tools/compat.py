@@ -63,10 +63,10 @@ def missing(version: str) -> list[str]:
     from sglang_dsv4.testing.standalone import boot  # noqa: PLC0415 - it imports torch
 
     boot()
-    landing, symbols = Installation(version, hooks_of(version, *PARTS)), list(symbols_of(version))
-    unfit = landing.unfit()
+    installation, symbols = Installation(version, hooks_of(version, *PARTS)), list(symbols_of(version))
+    unfit = installation.unfit()
     gone = [f"symbol {owner}.{name}: {reason}" for owner, name in symbols if (reason := lacks(owner, name))]
-    hooks, lost = len(landing.hooks), len({line.partition(":")[0] for line in unfit})
+    hooks, lost = len(installation.hooks), len({line.partition(":")[0] for line in unfit})
     said = f"{version}  {'missing' if unfit or gone else 'ok'}, {'' if version in TESTED else 'not '}tested: "
     print(f"{said}hooks {hooks - lost}/{hooks}, symbols {len(symbols) - len(gone)}/{len(symbols)}")
     return [f"hook {line}" for line in unfit] + gone

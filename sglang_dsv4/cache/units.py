@@ -37,7 +37,11 @@ class Units:
 
     def tail(self, tokens: int) -> int:
         """Counts the units of the tail of ``tokens`` tokens."""
-        return self.tails[tokens if tokens < self.page_size else self.page_size + tokens % self.page_size]
+        return self.tails[self.alike(tokens)]
+
+    def alike(self, tokens: int) -> int:
+        """Returns the shortest length whose tail is laid out as that of ``tokens`` tokens: below two pages."""
+        return tokens if tokens < self.page_size else self.page_size + tokens % self.page_size
 
     def count(self, tokens: int) -> int:
         """Counts the units of a request of ``tokens`` saved tokens."""

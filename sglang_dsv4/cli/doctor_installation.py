@@ -143,12 +143,12 @@ def hooks() -> Checks:
 
     boot()
     install_hooks()
-    landing = Installation(installed, hooks_for(settings, installed))
+    installation = Installation(installed, hooks_for(settings, installed))
     todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
-    if missing := list(dict.fromkeys(landing.missing())):
+    if missing := list(dict.fromkeys(installation.missing())):
         yield Check("hooks", FAIL, "; ".join(missing), todo, REFUSES)
     else:
-        yield Check("hooks", OK, f"{len(landing.hooks)} landed")
+        yield Check("hooks", OK, f"{len(installation.hooks)} landed")
 
 
 def early_send() -> Checks:

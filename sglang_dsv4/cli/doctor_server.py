@@ -17,12 +17,12 @@ from sglang_dsv4.cli.launch_args import Launch, published
 from sglang_dsv4.cli.launch_command import LaunchError
 from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.plan_config import Model
-from sglang_dsv4.cli.plan_figures import UNLIMITED_RAM
 from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_size
 from sglang_dsv4.settings import OFF, Settings
 
+UNLIMITED_RAM = 1 << 62
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
 RANKS = ("--tp", "--tp-size", "--tensor-parallel-size")
 MEASURED, NEWER = "sm90", "sm100"  # GPUs that a server is judged for where none is named and none is here

@@ -15,7 +15,6 @@ from sglang_dsv4.cache.units import Units
 from sglang_dsv4.hostmem.sizing import TAILS_SHARE
 from sglang_dsv4.hostmem.split import split
 
-UNLIMITED_RAM = 1 << 62
 GIB = 1 << 30
 POINTS = 2  # of a session: where it ends, and where its last prompt ends
 TURN = 2560  # tokens that the next turn of an agent adds, about
@@ -186,9 +185,10 @@ def _kept_page(geometry: Geometry) -> int:
 
 
 def _for_both(arena: int, pages: int, page: int, unit: int) -> int:
-    """Returns the least DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``.
+    """Returns a DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``.
 
-    page: bytes of its rows on all ranks; unit: bytes of its unit in the arena.
+    It may be a page above the least: ``kept_pages`` rounds down. page: bytes of its rows on all ranks; unit: bytes of
+    its unit in the arena.
     """
     tokens = (TAILS_SHARE - 1) / TAILS_SHARE  # at most, of it
     return math.ceil(max(pages * (page + unit) / tokens, arena / (1 - tokens * page / (page + unit))))

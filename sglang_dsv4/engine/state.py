@@ -46,7 +46,7 @@ class Emptied:
 class Server:
     """Keeps the state of this process's server.
 
-    watched: the plugin waits for a pool. landing: of the hooks, once they were installed. scheduler: since the begin of
+    watched: the plugin waits for a pool. installation: of the hooks, once it was tried. scheduler: since the begin of
     its loop. weight_version: changes with each weight update. clean_version: that of all that lies in the cache, unless
     some of it was computed across an update. emptied: its last flush. early_stream: the stream of the forward that told
     the scheduler early that its tables are read; None where none does. draft_inputs: see ``drafts``. target_refused:
@@ -55,7 +55,7 @@ class Server:
     """
 
     watched: bool = False
-    landing: Any = None
+    installation: Any = None
     scheduler: Any = None
     weight_version: int = 0
     clean_version: int = 0

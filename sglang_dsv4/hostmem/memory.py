@@ -203,7 +203,8 @@ class HostMemory:
         sharers: see ``Arena``. Raises HostMemoryExhausted, also where ``size`` is too small for a request.
         """
         self.units = size.required().units
-        self.families, self._tails = families, dict[int, Tail]()
+        self.families = families
+        self._tails = [Tail.of(families, tokens) for tokens in range(2 * self.units.page_size)]
         stride = self.units.nbytes
         # A page of the system cannot be registered twice: each part begins with one.
         whole = system_page() // math.gcd(system_page(), stride)  # units that end with a page
@@ -233,11 +234,7 @@ class HostMemory:
 
     def tail(self, tokens: int) -> Tail:
         """Returns the layout of the tail of ``tokens`` tokens."""
-        page = self.units.page_size
-        alike = tokens if tokens < page else page + tokens % page
-        if alike not in self._tails:
-            self._tails[alike] = Tail.of(self.families, alike)
-        return self._tails[alike]
+        return self._tails[self.units.alike(tokens)]
 
     def runs(self, units: UnitNumbers) -> Iterator[tuple[int, int]]:
         """Yields (first, past last) index of each run of neighbours in ``units``; no copy may cross a chunk's end."""

@@ -60,9 +60,9 @@ def install_hooks() -> None:
 
     load_plugins()
     watch_for_a_pool(pools)  # from a checkout that is not installed, the engine did not
-    landing = install()
-    if landing.failure is not None:
-        raise landing.failure
+    installation = install()
+    if installation.failure is not None:
+        raise installation.failure
 
 
 @dataclass(frozen=True)

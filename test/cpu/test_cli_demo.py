@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -113,4 +114,4 @@ def test_a_corrupted_session_is_found(capsys, monkeypatch, verify, found):
 def test_a_page_that_stays_behind_is_a_leak(capsys, monkeypatch):
     monkeypatch.setattr(SessionStore, "clear", lambda *_: None)
     assert ended(["--sessions", "--requests", "1"]) == 1
-    assert "leaked pages, slots, copies or units: 0" not in capsys.readouterr().out
+    assert re.search(r"^leaked pages, slots, copies or units: [1-9]", capsys.readouterr().out, re.M)

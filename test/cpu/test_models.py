@@ -93,6 +93,6 @@ def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_bu
         DeepseekV4ForCausalLM(None)
     broken = check.Installation("0.5.22")
     broken.failure = ValueError("no such name")
-    monkeypatch.setattr(server, "landing", broken)
+    monkeypatch.setattr(server, "installation", broken)
     with pytest.raises(HooksNotLanded, match="no such name"):
         DeepseekV4ForCausalLM(None)

@@ -106,5 +106,5 @@ def test_the_process_environment_is_the_default_and_switched_off_no_hook_hears_o
     assert read_settings().host_gb == 7
     for name, text in {"DSV4_ENABLED": "0", "DSV4_HOST_GB": "64GB", "DSV4_HOSTGB": "1"}.items():
         monkeypatch.setenv(name, text)
-    landing = install._install()
-    assert (landing.enabled, landing.failure) == (False, None)
+    installation = install._install()
+    assert (installation.enabled, installation.failure) == (False, None)

@@ -64,11 +64,11 @@ def watch_for_sizes(configurators: Any) -> None:
 
 
 def install() -> Installation:
-    """Installs the hooks, once a process. A failure is kept in the landing, whose ``require`` raises it."""
-    if server.landing is None:
-        server.landing = _install()
-    landing: Installation = server.landing
-    return landing
+    """Installs the hooks, once a process. A failure is kept in the installation, whose ``require`` raises it."""
+    if server.installation is None:
+        server.installation = _install()
+    installation: Installation = server.installation
+    return installation
 
 
 def require_landed() -> None:
@@ -83,30 +83,30 @@ def require_landed() -> None:
 
 def _install() -> Installation:
     version = engine_version()
-    landing = Installation(version)
+    installation = Installation(version)
     try:
         settings = read_settings()
         if not settings.enabled:
             logger.info("DSV4_ENABLED=0: the engine stays as it is")
-            return landing
-        landing.enabled = True
+            return installation
+        installation.enabled = True
         if not is_supported(version):
             logger.error("sglang %s is not supported by this package", version)
-            return landing
-        landing.hooks = hooks_for(settings, version)
-        if landing.unfit():
-            return landing  # nothing is changed; the pool refuses with the names
-        _apply(landing.hooks)
+            return installation
+        installation.hooks = hooks_for(settings, version)
+        if installation.unfit():
+            return installation  # nothing is changed; the pool refuses with the names
+        _apply(installation.hooks)
         _check_layouts_with(release_for(version).layout_refusal)
     except Exception as error:  # noqa: BLE001  # whatever it was, the pool refuses with it
-        landing.failure = error
-        return landing
+        installation.failure = error
+        return installation
     if settings.sessions != OFF and (reason := left_out("DSV4_PLAIN", settings.plain, version)):
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
     if version not in TESTED:
         logger.warning("sglang %s is not tested with this package (tested: %s)", version, ", ".join(TESTED))
-    logger.info("%d hooks installed into sglang %s", len(landing.hooks), version)
-    return landing
+    logger.info("%d hooks installed into sglang %s", len(installation.hooks), version)
+    return installation
 
 
 def _apply(hooks: tuple[Hook, ...]) -> None:

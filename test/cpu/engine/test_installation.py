@@ -24,7 +24,7 @@ from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the plugin has run in a fresh process, and no pool has been built."""
-    monkeypatch.setattr(server, "landing", None)
+    monkeypatch.setattr(server, "installation", None)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("DSV4_HOST_GB", "-1"), ("DSV4_HOST_GBS", "1")])
@@ -115,7 +115,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common
 from sglang_dsv4.engine.state import server
-assert server.watched and server.landing is None
+assert server.watched and server.installation is None
 for module in ("sglang_dsv4.pools.token_to_kv", "sglang_dsv4.engine.decode.queue", "sglang_dsv4.prep.builder"):
     assert module not in sys.modules, module
 functions = [Scheduler.flush_cache, Scheduler.abort_request, schedule_batch.Req.load_kv_cache]
@@ -183,8 +183,8 @@ def test_with_page_major_pools_the_hooks_are_in_before_the_first_is_sized(monkey
 
     monkeypatch.setenv("DSV4_LAYOUT", layout)
     required: list[int] = []
-    landing = SimpleNamespace(require=lambda: required.append(1))
-    monkeypatch.setattr(install, "install", lambda: landing)
+    installation = SimpleNamespace(require=lambda: required.append(1))
+    monkeypatch.setattr(install, "install", lambda: installation)
     install.watch_for_sizes(SimpleNamespace(DSV4PoolConfigurator=DSV4PoolConfigurator))
     assert DSV4PoolConfigurator("a runner").runner == "a runner"
     assert len(required) == installs

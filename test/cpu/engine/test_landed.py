@@ -43,7 +43,7 @@ def undo(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
 
 
 def missing() -> list[str]:
-    """Of the landing that guards this process's pools."""
+    """Of the installation that guards this process's pools."""
     return install.install().missing()
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.Monkey
     hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
     monkeypatch.delattr(engines_class(hook.resolve()), "add")
     undo(monkeypatch, HOOKS_HERE[-1])
-    monkeypatch.setattr(server, "landing", None)
+    monkeypatch.setattr(server, "installation", None)
     refused("has no add")
     assert not applied
 

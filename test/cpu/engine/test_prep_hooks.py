@@ -257,6 +257,6 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
 @pytest.mark.parametrize("way", ["off", "auto"])
 def test_the_hooks_are_registered_where_they_are_wanted(way, monkeypatch):
     monkeypatch.setenv("DSV4_PREP", way)
-    monkeypatch.setattr(server, "landing", None)
-    landing = install.install()
-    assert any(hook.part == "prep" for hook in landing.hooks) is (way == "auto") and landing.missing() == []
+    monkeypatch.setattr(server, "installation", None)
+    installation = install.install()
+    assert any(hook.part == "prep" for hook in installation.hooks) is (way == "auto") and installation.missing() == []

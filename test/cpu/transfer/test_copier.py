@@ -332,7 +332,7 @@ def test_traps_4_and_5_what_comes_before_and_after(monkeypatch, shared, order):
 @pytest.mark.parametrize("step", ["copy_pages", "locate", "copy_rows", "copy_to_host", "copy_to_device"])
 @pytest.mark.parametrize("way", ["save", "save of one chunk", "load"])
 def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, way, step):
-    """What was enqueued still touches the units: they come back, but nobody gets them before the event."""
+    """Copies already enqueued still touch the units: these come back, but nobody gets them before the event."""
     world, save = fresh(shared), way != "load"
     sized(monkeypatch, world, *SIZES["all in one" if way == "save of one chunk" else "one a slot"])
     device = device_of(monkeypatch, world)
