@@ -155,7 +155,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     tested = {
         **switched_by(word), "DSV4_VERIFY": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **servers.forced_retracts(arguments.interval),
-        **({"DSV4_SESSIONS": "auto", "DSV4_HOST_GB": str(arguments.host_gb)} if arguments.sessions else {}),
+        "DSV4_SESSIONS": "auto" if arguments.sessions else "off",
+        **({"DSV4_HOST_GB": str(arguments.host_gb)} if arguments.sessions else {}),
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     with package_and_stock(arguments, tested) as both:

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dsv4.errors import SettingError
 
@@ -28,10 +28,6 @@ SERVICE_LINK = re.compile(
     r"DSV4_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
 SERVICE_PORT = re.compile(r"DSV4_(\w+_)?PORT=(tcp|udp|sctp)://.*")
-OFF = 0.0  # DSV4_SESSIONS=off
-SESSIONS = "off"  # the default of DSV4_SESSIONS; auto once a live server has shown that its second turns are right
-
-
 MOST_GIB = 1 << 20
 
 
@@ -44,12 +40,27 @@ def _gigabytes(text: str) -> float | None:
     raise ValueError(f"must be a positive number of GiB below {MOST_GIB}, or auto")
 
 
-def _sessions(text: str) -> float | None:
-    if text == "off":
-        return OFF
+class Sessions(NamedTuple):
+    """Says which servers keep the cache of requests that end.
+
+    asked: a prefill server, too, and one that cannot says so; else plain servers alone. most_gib: that they take of the
+    host memory; None: all that no copy holds.
+    """
+
+    kept: bool = True
+    asked: bool = True
+    most_gib: float | None = None
+
+
+OFF, PLAIN_SERVERS = Sessions(kept=False, asked=False), Sessions(asked=False)
+
+
+def _sessions(text: str) -> Sessions:
+    if (known := {"off": OFF, "plain": PLAIN_SERVERS}.get(text)) is not None:
+        return known
     with contextlib.suppress(ValueError):
-        return _gigabytes(text)
-    raise ValueError("must be a positive number of GiB, auto or off")
+        return Sessions(most_gib=_gigabytes(text))
+    raise ValueError("must be a positive number of GiB, plain, auto or off")
 
 
 def _flag(text: str) -> bool:
@@ -117,9 +128,10 @@ TABLE: dict[str, Setting] = {
     "sessions": Setting(
         "DSV4_SESSIONS",
         _sessions,
-        SESSIONS,
-        "finished requests of a plain server whose cache stays in the host memory of DSV4_HOST_GB, for the next turn; "
-        "auto: in all of it that no retracted request holds; a number: in at most so many GiB of it; off: none",
+        "plain",
+        "finished requests whose cache stays in the host memory of DSV4_HOST_GB, for the next turn; plain: of plain "
+        "servers, in all of it that no retracted request holds; auto: of prefill servers, too; a number: the same, in "
+        "at most so many GiB; off: of none",
     ),
     "layout": Setting(
         "DSV4_LAYOUT",
@@ -147,7 +159,7 @@ class Settings:
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"
-    sessions: float | None = _sessions(SESSIONS)  # GiB; None: no bound of its own, or OFF
+    sessions: Sessions = PLAIN_SERVERS
     layout: str = "stock"
     verify: bool = False
 

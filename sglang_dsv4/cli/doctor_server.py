@@ -20,7 +20,7 @@ from sglang_dsv4.cli.plan_config import Model
 from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_size
-from sglang_dsv4.settings import OFF, Settings
+from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
@@ -143,7 +143,7 @@ def _stock(on: Any, kind: str, settings: Settings, model: Model) -> str:
     from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal, environment_refusal  # noqa: PLC0415
 
     without_rows = on.hisparse and not server_keeps_rows()
-    if kind == "prefill" and settings.sessions == OFF:
+    if kind == "prefill" and not settings.sessions.asked:
         return "a prefill server retracts nothing"
     if kind != "decode" and (reason := left_out("DSV4_PLAIN", settings.plain, version("sglang"))):
         return reason
@@ -187,18 +187,18 @@ def _choices(on: Any, kind: str, stock: str) -> Iterator[str]:
 def _sessions(on: Any, kind: str, stock: str, settings: Settings) -> str:
     from sglang_dsv4.engine.coverage import COMES_COMPUTED, Part, refusal  # noqa: PLC0415
 
-    reason = "DSV4_SESSIONS=off" if settings.sessions == OFF else ""
+    reason = "" if settings.sessions.kept else "DSV4_SESSIONS=off"
     if not reason and kind == "decode":
         reason = COMES_COMPUTED
     if not reason and stock:
         reason = "this server is as stock"
     if reason := reason or refusal(on, Part.SESSIONS) or "":
         return f"Sessions: no, and no memory for them: {reason}."
-    if settings.sessions is None:
-        return "Sessions: yes, in all host memory that no retracted request holds (DSV4_SESSIONS=auto)."
-    return (
-        f"Sessions: yes, in at most {settings.sessions:g} GiB of the host memory (DSV4_SESSIONS={settings.sessions:g})."
-    )
+    most, asked = settings.sessions.most_gib, settings.sessions.asked
+    if most is not None:
+        return f"Sessions: yes, in at most {most:g} GiB of the host memory (DSV4_SESSIONS={most:g})."
+    given = "auto" if asked else "plain, the default"
+    return f"Sessions: yes, in all host memory that no retracted request holds (DSV4_SESSIONS={given})."
 
 
 def _prep(on: Any, settings: Settings, model: Model) -> str:

@@ -5,7 +5,6 @@ Ranks agree on the units, so that "is there room?" has one answer on each.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,12 @@ from sglang_dsv4.engine.state import server
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
 from sglang_dsv4.pools.describe import DraftPool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
-from sglang_dsv4.settings import OFF, read_settings
+from sglang_dsv4.settings import read_settings
 
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps_sessions: bool = False) -> None:
+def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
     """Reserves and pins the host memory of the target pool. Another kind of pool is left alone.
 
     draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
@@ -29,8 +28,6 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps
     if not isinstance(pool, TokenToKVPool):
         return
     settings = read_settings()
-    if not keeps_sessions:
-        settings = replace(settings, sessions=OFF)
     here = place(scheduler.server_args)
     server.clean_version, server.emptied = server.weight_version, None  # the cache is new
     context = ServerContext(

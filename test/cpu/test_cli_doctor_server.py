@@ -16,7 +16,7 @@ from sglang_dsv4.cli.launch_command import LaunchError, read_command
 from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES
-from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.settings import OFF, Sessions, Settings, read_settings
 from sglang_dsv4.testing.standalone import boot
 
 FLASH, V41 = "flash", "v41-flash"
@@ -97,29 +97,31 @@ def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, set
     assert not [part for part in parts if part not in verdict], verdict
 
 
+ASKED = Sessions()
 KEPT, NOT_KEPT = "Sessions: yes, in all host memory that no", "Sessions: no, and no memory for them: "
 
 
 @pytest.mark.parametrize(("text", "settings", "part"), [
-    ("", {}, f"{NOT_KEPT}DSV4_SESSIONS=off."),
-    ("", {"sessions": None}, KEPT),
-    ("", {"sessions": 8.0}, "Sessions: yes, in at most 8 GiB of the host memory (DSV4_SESSIONS=8)."),
-    (f"{EAGLE} 3", {"sessions": None}, KEPT),
-    ("--enable-dp-attention --dp-size 8", {"sessions": None, "share": "off"}, KEPT),
-    (DECODE, {"sessions": None}, f"{NOT_KEPT}prompts come to a decode server computed"),
-    (PREFILL, {"sessions": None}, KEPT),
-    (PREFILL, {"sessions": None}, "will keep finished prompts in host memory: 64 GiB, reserved once"),
+    ("", {"sessions": OFF}, f"{NOT_KEPT}DSV4_SESSIONS=off."),
+    ("", {}, f"{KEPT} retracted request holds (DSV4_SESSIONS=plain, the default)."),
+    ("", {"sessions": ASKED}, KEPT),
+    ("", {"sessions": Sessions(most_gib=8.0)}, "Sessions: yes, in at most 8 GiB of the host memory (DSV4_SESSIONS=8)."),
+    (f"{EAGLE} 3", {"sessions": ASKED}, KEPT),
+    ("--enable-dp-attention --dp-size 8", {"sessions": ASKED, "share": "off"}, KEPT),
+    (DECODE, {"sessions": ASKED}, f"{NOT_KEPT}prompts come to a decode server computed"),
+    (PREFILL, {"sessions": ASKED}, KEPT),
+    (PREFILL, {"sessions": ASKED}, "will keep finished prompts in host memory: 64 GiB, reserved once"),
     (PREFILL, {}, f"{STOCK}a prefill server retracts nothing"),
-    (f"{PREFILL} --enable-hierarchical-cache", {"sessions": None}, f"{STOCK}beside a hierarchical cache"),
-    (f"{PREFILL} --pp-size 2", {"sessions": None}, f"{STOCK}pipeline parallelism"),
-    ("--disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
-    ("--enable-hisparse --disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
-    ("--enable-hierarchical-cache", {"sessions": None}, f"{NOT_KEPT}beside a hierarchical cache"),
-    ("--pp-size 2", {"sessions": None}, f"{NOT_KEPT}this server is as stock"),
-    ("--enable-return-routed-experts", {"sessions": None}, f"{NOT_KEPT}expert or indexer choices are returned"),
-    ("", {"sessions": None, "share": "off"}, f"{NOT_KEPT}tensor-parallel ranks that do not share"),
-    ("--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {"sessions": None}, f"{NOT_KEPT}tensor-parallel ranks"),
-    ("", {"sessions": None, "plain": "off"}, f"{NOT_KEPT}this server is as stock"),
+    (f"{PREFILL} --enable-hierarchical-cache", {"sessions": ASKED}, f"{STOCK}beside a hierarchical cache"),
+    (f"{PREFILL} --pp-size 2", {"sessions": ASKED}, f"{STOCK}pipeline parallelism"),
+    ("--disable-radix-cache", {"sessions": ASKED}, f"{NOT_KEPT}there is no prefix cache"),
+    ("--enable-hisparse --disable-radix-cache", {"sessions": ASKED}, f"{NOT_KEPT}there is no prefix cache"),
+    ("--enable-hierarchical-cache", {"sessions": ASKED}, f"{NOT_KEPT}beside a hierarchical cache"),
+    ("--pp-size 2", {"sessions": ASKED}, f"{NOT_KEPT}this server is as stock"),
+    ("--enable-return-routed-experts", {"sessions": ASKED}, f"{NOT_KEPT}expert or indexer choices are returned"),
+    ("", {"sessions": ASKED, "share": "off"}, f"{NOT_KEPT}tensor-parallel ranks that do not share"),
+    ("--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {"sessions": ASKED}, f"{NOT_KEPT}tensor-parallel ranks"),
+    ("", {"sessions": ASKED, "plain": "off"}, f"{NOT_KEPT}this server is as stock"),
 ], ids=str)  # fmt: skip
 def test_it_says_whether_sessions_are_kept_and_why_not(judged, text, settings, part):
     verdict = judged(FLASH, text, **settings)

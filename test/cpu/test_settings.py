@@ -10,7 +10,16 @@ import pytest
 from sglang_dsv4 import settings
 from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.errors import SettingError
-from sglang_dsv4.settings import TABLE, Settings, read_enabled, read_settings, unknown_names
+from sglang_dsv4.settings import (
+    OFF,
+    PLAIN_SERVERS,
+    TABLE,
+    Sessions,
+    Settings,
+    read_enabled,
+    read_settings,
+    unknown_names,
+)
 
 
 def test_the_table_names_the_fields_and_gives_their_defaults():
@@ -24,7 +33,8 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
     [
         ("enabled", "1", True), ("host_gb", "auto", None), ("host_gb", "12", 12.0), ("host_gb", "1048575", 1_048_575.0),
         ("transfer", "torch", "torch"), ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"),
-        ("plain", "off", "off"), ("sessions", "auto", None), ("sessions", "off", 0.0), ("sessions", "12.5", 12.5),
+        ("plain", "off", "off"), ("sessions", "auto", Sessions()), ("sessions", "off", OFF),
+        ("sessions", "plain", PLAIN_SERVERS), ("sessions", "12.5", Sessions(most_gib=12.5)),
     ],
 )  # fmt: skip
 def test_good_values(name, text, value):

@@ -22,7 +22,7 @@ from sglang_dsv4.engine.hooks.table import hooks_for, left_out
 from sglang_dsv4.engine.releases import TESTED, engine_version, is_supported, release_for
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
-from sglang_dsv4.settings import OFF, read_settings
+from sglang_dsv4.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _install() -> Installation:
     except Exception as error:  # noqa: BLE001  # whatever it was, the pool refuses with it
         installation.failure = error
         return installation
-    if settings.sessions != OFF and (reason := left_out("DSV4_PLAIN", settings.plain, version)):
+    if settings.sessions.asked and (reason := left_out("DSV4_PLAIN", settings.plain, version)):
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
     if version not in TESTED:
         logger.warning("sglang %s is not tested with this package (tested: %s)", version, ", ".join(TESTED))

@@ -33,15 +33,17 @@ Original = Callable[..., Any]
 def prepare_for_extend(original: Original, batch: Any) -> Any:
     """Runs AROUND ScheduleBatch.prepare_for_extend."""
     plain = plain_of(batch.token_to_kv_pool_allocator)
-    restored = plain.admitted(batch.reqs) if plain is not None else []
-    if plain is None or not restored:
+    if plain is None:
         return original(batch)
-    if plain.joins_decode and len(restored) == len(batch.reqs):
+    restored = plain.admitted(batch.reqs)
+    if restored and plain.joins_decode and len(restored) == len(batch.reqs):
         for req in batch.reqs:
             req.extend_end = req.prefix_len
         result = batch.prepare_for_prebuilt()
     else:
         result = original(batch)
+    if plain.sessions is not None:
+        sessions.tell_tiers(batch.reqs)
     for saved in restored:
         _load(plain, saved, batch.req_to_token_pool)
     return result

@@ -21,7 +21,7 @@ Nothing is kept of a request that was aborted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -243,6 +243,19 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     return known.point
 
 
+def tell_tiers(reqs: Iterable[Any]) -> None:
+    """Moves tokens that sessions brought back from the device's to the host's in ``cached_tokens_details``.
+
+    Behind the engine's count, which is made once for each request, with its first chunk.
+    """
+    for req in reqs:
+        loaded, of(req).from_host = of(req).from_host, 0
+        if loaded and not req.retracted_stain:
+            host = min(loaded, req.cached_tokens_device)
+            req.cached_tokens_device -= host
+            req.cached_tokens_host += host
+
+
 class _Loading:
     """Loads a point into the prefix tree, for one waiting request."""
 
@@ -268,6 +281,7 @@ class _Loading:
             return
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.record_hit(self.point, end - before, first, nbytes)
+        of(self.req).from_host += end - before
         if not self.store.tells:
             return
         logger.info(

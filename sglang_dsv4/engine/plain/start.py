@@ -18,7 +18,7 @@ from sglang_dsv4.engine.releases import current
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
-from sglang_dsv4.settings import OFF, read_settings
+from sglang_dsv4.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
         _leave_sessions(COMES_COMPUTED)
         return
     prefills = mode == DisaggregationMode.PREFILL
-    if prefills and read_settings().sessions == OFF:
+    if prefills and not read_settings().sessions.asked:
         return
     on = launch(
         mode=mode.value, args=scheduler.server_args, drafts=scheduler.spec_algorithm, pdmux=scheduler.enable_pdmux,
@@ -61,7 +61,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     if prefills and reason is not None:
         _leave_sessions(reason)
         return
-    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), reason is None)
+    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler))
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.
@@ -87,18 +87,22 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if reason is not None:
         _leave_sessions(reason)
         return
-    if wanted == OFF:
+    if not wanted.kept:
         return
-    most = None if wanted is None else int(wanted * 2**30)
+    most = None if wanted.most_gib is None else int(wanted.most_gib * 2**30)
     pairs, tells = publish.pairs_tokens(scheduler.tree_cache), scheduler.server_args.log_requests
     plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most, tells)
     if host.counters.series:
         plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))
-    logger.info("sessions: the cache of requests that end stays on the host, for the next turn")
+    logger.info(
+        "sessions: the cache of requests that end stays on the host, for the next turn%s",
+        "" if wanted.asked else ", where no retracted request needs the room; DSV4_SESSIONS=off ends that",
+    )
 
 
 def _leave_sessions(reason: str) -> None:
-    if read_settings().sessions != OFF:
+    """Says why no session is kept, where the user asked for them."""
+    if read_settings().sessions.asked:
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
 
 

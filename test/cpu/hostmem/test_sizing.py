@@ -14,7 +14,7 @@ from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import sizing
 from sglang_dsv4.hostmem.sizing import ArenaSize, PoolSize, arena_size, free_ram
-from sglang_dsv4.settings import Settings
+from sglang_dsv4.settings import OFF, Settings
 from sglang_dsv4.testing.standalone import FLASH_RATIOS
 
 GIB = 2**30
@@ -31,7 +31,7 @@ PLENTY = 10**13
     [
         # explicit: what fits, whatever the device holds; sessions change nothing
         (Settings(host_gb=4.0), 4 * GIB, 1, 4 * GIB // UNIT),
-        (Settings(host_gb=4.0, sessions=0.0), 4 * GIB, 1, 4 * GIB // UNIT),
+        (Settings(host_gb=4.0, sessions=OFF), 4 * GIB, 1, 4 * GIB // UNIT),
         (Settings(host_gb=1.0), 8 * GIB, 8, GIB // UNIT),
         (Settings(host_gb=17 * UNIT / GIB), PLENTY, 1, 17),
         # auto: the whole device cache at most, out of half of the RAM, which the arenas share
