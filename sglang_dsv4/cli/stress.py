@@ -13,8 +13,9 @@ Answers after retracts must be as likely as the control's, the damaged ones must
 with as many forced retracts answers them, too, and the tokens that its recompute changes are counted.
 --plain: one server that does both; the engine checks its memory at every step. What the prefix tree still has is not
 loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree. The control stands beside it.
---turns: all prompts are answered, then all go on behind their answers, and so on. With DSV4_SESSIONS these turns must
-go on from the host, each load compared, and after a flush nothing may be held. Both keep the tree.
+--turns: all prompts are answered, then all go on behind their answers, and so on, on a plain server or a pair. A plain
+server keeps sessions, the prefill server of a pair where DSV4_SESSIONS asks it to: these turns must go on from the
+host, each load compared, and after a flush nothing may be held. --turns and --keep-tree keep the tree.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
 its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). Its counts are read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
@@ -35,10 +36,11 @@ from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SE
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, check_lengths
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
+from sglang_dsv4.settings import read_settings
 
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
 WENT_ON = 0.5  # of later turns, from a session; the rest found the prefix cache, or have too few tokens to be kept
-SESSIONS, NOT_MATCHED = "DSV4_SESSIONS", "PointNotMatched"
+NOT_MATCHED = "PointNotMatched"
 SCORED = 100  # requests whose tokens are scored where that means something
 
 
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-tree", action="store_true", help="with --plain: prompts are found in the prefix tree")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
     parser.add_argument("--requests", type=COUNT, default=500)
-    parser.add_argument("--turns", type=COUNT, default=1, help="with --plain: of the conversation of each request")
+    parser.add_argument("--turns", type=COUNT, default=1, help="of the conversation of each request (--plain, nixl)")
     parser.add_argument("--concurrency", type=CONCURRENCY, default=16)
     help_ = "forward steps between forced retracts; 0: none forced"
     parser.add_argument("--interval", type=COUNT_OR_ZERO, default=20, help=help_)
@@ -98,12 +100,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--plain is one server: no --transfer nixl, no --prefill-url")
     if arguments.plain_url and not (arguments.prefill_url or arguments.plain):
         parser.error("--plain-url scores answers to prompts that were computed: name the --prefill-url too")
-    if arguments.turns > 1 and (not arguments.plain or arguments.attach):
-        parser.error("--turns: of a plain server started here (--plain, --model-path)")
-    keeps = os.environ.get(SESSIONS, "off") != "off"
-    arguments.sessions = keeps and arguments.plain and not (arguments.stock or arguments.attach)
-    arguments.keep_tree |= arguments.sessions or arguments.turns > 1
     computed = arguments.plain or arguments.transfer == "nixl"
+    if arguments.turns > 1 and (not computed or arguments.attach):
+        parser.error("--turns: of servers started here that prefill (--plain or --transfer nixl, --model-path)")
+    arguments.keep_tree |= arguments.turns > 1
+    arguments.sessions = computed and not (arguments.stock or arguments.attach) and keeps_sessions(arguments)
+    arguments.keep_tree |= arguments.sessions
     can_score = bool(arguments.plain_url) if arguments.attach else computed and not arguments.stock
     if arguments.attach and (arguments.beside or arguments.recompute):
         parser.error("--beside and --recompute start servers: not with --attach, name one by --plain-url")
@@ -117,6 +119,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.score = min(wanted, arguments.requests) if can_score else 0
     arguments.beside |= arguments.plain and bool(arguments.score) and not arguments.attach  # a start takes a minute
     return arguments
+
+
+def keeps_sessions(arguments: argparse.Namespace) -> bool:
+    """Returns whether the server that prefills keeps sessions: by default a plain one with its tree does."""
+    given = read_settings().sessions
+    return given.kept and (given.asked or (arguments.plain and arguments.keep_tree))
 
 
 def stall_ms(answers: list[Answer], retracts: int) -> float:
@@ -180,14 +188,16 @@ def judge_plain(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict
 
 
 def judge_sessions(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the bounds of a plain server that keeps sessions, whose counts were read after a flush."""
+    """Returns the bounds of a server that keeps sessions, whose counts were read after a flush."""
     found = log.get("sessions", {})
     hits, later = sum(found.get("hits", {}).values()), arguments.requests * (arguments.turns - 1)
     bounds = [
         results.bound("sessions kept at the end of the run, points", ">= 1", found.get("points_before", 0)),
         results.bound("points left after a flush", "<= 0", found.get("points", 0)),
         results.bound("bytes of sessions left after a flush", "<= 0", found.get("bytes", 0)),
-        results.bound("points loaded that their request did not find", "<= 0", log["fallbacks"].get(NOT_MATCHED, 0)),
+        results.bound(
+            "points loaded that their request did not find", "<= 0", found.get("fallbacks", {}).get(NOT_MATCHED, 0)
+        ),
     ]
     if later:
         bounds.append(results.bound("later turns that went on from a session, share", f">= {WENT_ON}", hits / later))

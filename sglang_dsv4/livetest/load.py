@@ -45,7 +45,8 @@ class Answer:
     error: str = ""
     sent: float = 0.0  # monotonic
     arrived: list[tuple[float, int]] = field(default_factory=list)  # a time and the tokens until then, for each chunk
-    cached: int = 0  # tokens of the prompt that the prefix tree had
+    prompt: int = 0  # tokens of its prompt
+    cached: int = 0  # those of them that the prefix tree had
     on_host: int = 0  # those of them that a hierarchical cache brought back from the host
 
 
@@ -139,6 +140,7 @@ class Run:
     ) -> None:
         self.load, self.arguments = load, arguments
         self.decode, self.prefill, self.room, self.bootstrap_port = decode, prefill, room, bootstrap_port
+        self.dp = servers.parallel(getattr(arguments, "server", ())).dp
         self.done = 0
         self.gone = False  # whether the decode server stopped answering
         self.answers: list[Answer] = []
@@ -163,6 +165,7 @@ class Run:
             for turn in range(1, turns):
                 seed = f"{self.arguments.seed}, turn {turn}"
                 self.load = self.load.next_turn(self.answers[-count:], seed, self.arguments)
+                self.room = self.room and self.room + count
                 self.answers += pool.map(self._one, range(count))
         finally:  # also when interrupted: whoever does that has servers to end, and does not wait for their answers
             pool.shutdown(wait=False, cancel_futures=True)
@@ -192,6 +195,8 @@ class Run:
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
             **(more or {}),
         }
+        if self.dp > 1:  # each has a prefix cache of its own, so that a conversation stays with one
+            body["routed_dp_rank"] = number % self.dp
         if self.room is not None:
             body |= {
                 "bootstrap_host": urlsplit(self.prefill).hostname if self.prefill else servers.FAKE_HOST,
@@ -212,7 +217,7 @@ class Run:
 
     def _stream(self, body: dict[str, Any], wanted: int) -> Answer:
         last = time.monotonic()
-        answer = Answer("failed", sent=last)
+        answer = Answer("failed", sent=last, prompt=len(body["input_ids"]))
         added: list[int] = []  # of all chunks
         try:
             for chunk in servers.stream(self.decode, body, self.arguments.timeout):
@@ -250,11 +255,13 @@ class Run:
         """Counts and latencies."""
         gaps = [gap for answer in self.answers for gap in answer.gaps_ms]
         tokens = sum(len(answer.tokens) for answer in self.answers)
+        asked = sum(answer.prompt for answer in self.answers)
         return {
             **count_outcomes(self.answers),
             "seconds": self.seconds,
             "tokens": tokens,
             "tokens_a_second": tokens / self.seconds,
+            "cached_share": sum(answer.cached for answer in self.answers) / max(1, asked),
             "gap_p50_ms": percentile(gaps, 50),
             "gap_p99_ms": percentile(gaps, 99),
             "gap_max_ms": max(gaps, default=0.0),

@@ -55,7 +55,8 @@ def serve_and_run(
     started: list[servers.Server] = []
     try:
         if arguments.transfer == "nixl":
-            started.append(servers.launch("prefill", arguments.model_path, arguments.server, common, folder, "nixl"))
+            words = [*(["--enable-metrics"] if arguments.sessions else []), *arguments.server]
+            started.append(servers.launch("prefill", arguments.model_path, words, common, folder, "nixl"))
         watched = arguments.server if arguments.stock else ["--enable-metrics", *arguments.server]
         tested = servers.launch(role, arguments.model_path, watched, environment, folder, arguments.transfer)
         started.append(tested)
@@ -65,12 +66,14 @@ def serve_and_run(
         prefill = started[0].url if arguments.transfer == "nixl" else None
         run = Run(load, arguments, tested.url, prefill, first_room).execute(arguments.name, arguments.turns)
         time.sleep(SETTLES)
-        log = together(flushed_counts(tested.url, arguments.sessions), read_log(tested.log))
-        again, room = {}, first_room and first_room + len(load.prompts)
+        keeper = started[0] if arguments.sessions else None  # the server that prefills
+        counted = counted_at(tested.url)
+        log = together(counted | ({"sessions": sessions_of(keeper.url)} if keeper else {}), read_log(tested.log))
+        again, room = {}, first_room and first_room + arguments.turns * len(load.prompts)
         for name, said in score.words(arguments).items():
             word.write_text(said)
-            if arguments.sessions:
-                servers.flush(tested.url)
+            if keeper is not None:
+                servers.flush(keeper.url)
             some = Run(load.first(arguments.score), arguments, tested.url, prefill, room)
             again[name] = some.execute(f"{arguments.name}, {name}")
             room = room and room + arguments.score
@@ -80,19 +83,17 @@ def serve_and_run(
     return Found(run, log, alive, statuses, again)
 
 
-def flushed_counts(url: str, sessions: bool) -> dict[str, Any]:
-    """Returns the counts of the server at ``url`` as ``counted_at``; of one that keeps sessions, after a flush.
+def sessions_of(url: str) -> dict[str, Any]:
+    """Returns the counts of the sessions at ``url`` after a flush, with the server's fallbacks.
 
-    What its sessions held before is in points_before and bytes_before of them.
+    points_before and bytes_before: held before it.
     """
     before = counted_at(url)
-    if not sessions:
-        return before
     servers.flush(url)
     time.sleep(SETTLES)
     after = counted_at(url)
     held = {f"{name}_before": before["sessions"][name] for name in ("points", "bytes") if "sessions" in before}
-    return after | {"sessions": after.get("sessions", {}) | held}
+    return after.get("sessions", {}) | held | {"fallbacks": after.get("fallbacks", {})}
 
 
 def _package(arguments: Namespace) -> dict[str, str]:

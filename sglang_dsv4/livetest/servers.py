@@ -228,13 +228,18 @@ def hidden_size(model: str) -> int:
 
 def ranks(given: Sequence[str]) -> int:
     """Returns the ranks of a server with these arguments that decide alike: those of one data-parallel rank."""
+    known = parallel(given)
+    return int(known.tp * known.pp // (known.dp if known.enable_dp_attention else 1))
+
+
+def parallel(given: Sequence[str]) -> argparse.Namespace:
+    """Returns ``tp``, ``pp``, ``dp`` and ``enable_dp_attention`` of a server with these arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1, dest="tp")
     parser.add_argument("--pipeline-parallel-size", "--pp-size", "--pp", type=int, default=1, dest="pp")
     parser.add_argument("--data-parallel-size", "--dp-size", "--dp", type=int, default=1, dest="dp")
     parser.add_argument("--enable-dp-attention", action="store_true")  # they share the tensor-parallel ranks
-    known = parser.parse_known_args(list(given))[0]
-    return int(known.tp * known.pp // (known.dp if known.enable_dp_attention else 1))
+    return parser.parse_known_args(list(given))[0]
 
 
 def answers(url: str, timeout: float = 3) -> bool:

@@ -26,16 +26,18 @@ class Running(Decode):
     """A decode server: two tensor-parallel ranks of one replica, whose counters grow with each request."""
 
     served, held_by_rank = 0, (3, 3)
-    dark, verifies = False, True
+    dark, verifies, keeps = False, True, True
     word: Path | None = None  # the file of its switch
     sessions: SessionCounters | None = None
     rooms: ClassVar[list[int]] = []
     prompts: ClassVar[list[list[int]]] = []
+    routed: ClassVar[list[int | None]] = []
 
     def body(self):
         found = super().body()
         self.rooms.append(found.get("bootstrap_room"))
         self.prompts.append(found["input_ids"])
+        self.routed.append(found.get("routed_dp_rank"))
         return found
 
     def answer(self, prompt, count):
@@ -48,7 +50,7 @@ class Running(Decode):
             self.begin()
             return
         type(self).served += 1
-        if self.sessions is not None:
+        if self.sessions is not None and self.keeps:
             self.go_on(self.sessions)
         super().do_POST()
 
@@ -73,6 +75,14 @@ class Running(Decode):
             self.wfile.write(series(copies, rank, verified=self.verifies, sessions=self.sessions))
 
 
+class Prefill(Running):
+    """The prefill server of a pair: of both it alone keeps sessions."""
+
+    rooms: ClassVar = []
+    prompts: ClassVar = []
+    keeps = True
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the command; returns its exit status and its result."""
@@ -86,9 +96,11 @@ def run(tmp_path, monkeypatch):
 
     yield command
     Running.served, Running.held_by_rank, Running.dark, Running.verifies = 0, (3, 3), False, True
-    Running.word = Running.sessions = None
+    Running.word, Running.sessions, Running.keeps = None, None, True
     Running.rooms.clear()
     Running.prompts.clear()
+    Running.routed.clear()
+    Prefill.served = 0
 
 
 @pytest.fixture
@@ -148,7 +160,7 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
 def launched(monkeypatch, decode):
     """In the place of starting servers: fake ones by role; what each was started with."""
     given: dict[str, SimpleNamespace] = {}
-    with running(Decode) as prefill, running(Plain) as control:
+    with running(Prefill) as prefill, running(Plain) as control:
         urls = {"prefill": prefill, "decode": decode, "plain": decode, "control": control}
 
         def launch(role, model, arguments, environment, folder, transfer="fake", apart=0):
@@ -162,6 +174,7 @@ def launched(monkeypatch, decode):
                 role=role, url=urls[role], log=log, alive=True, environment=environment, stops=0, given=arguments
             )
             server.stop = lambda: setattr(server, "stops", server.stops + 1)
+            Running.keeps &= role != "prefill"
             if in_server.FILE in environment:
                 Running.word = Path(environment[in_server.FILE])
             return server
@@ -231,6 +244,43 @@ def test_conversations_of_several_turns_go_on_from_their_sessions(run, launched)
             )
 
 
+PAIR = ["--model-path", "m", "--transfer", "nixl", "--turns", "3", "--score", "0", "--at-least", "6"]
+
+
+@pytest.mark.usefixtures("keeps")
+def test_later_turns_of_a_pair_go_on_at_its_prefill_server(run, launched):
+    status, found = run(*PAIR)
+    assert status == 0, missed_by(found)
+    row = found["rows"][0]
+    assert row["sessions"]["hits"] == {"pages": 18} and row["sessions"]["points_before"] == 18
+    assert "--enable-metrics" in launched["prefill"].given and len(set(Running.rooms)) == 18, "a room for each turn"
+
+
+def test_a_prefill_server_that_is_not_asked_keeps_nothing(run, launched):
+    """The default is of plain servers; they lose it with their prefix cache, or by name."""
+    Running.held_by_rank = (0, 0)
+    names = {bound["name"] for bound in run(*PAIR)[1]["bounds"]}
+    assert not [name for name in names if "session" in name] and "--enable-metrics" not in launched["prefill"].given
+
+
+@pytest.mark.parametrize(("given", "words", "kept"), [
+    (None, ["--turns", "2"], True), (None, ["--keep-tree"], True), (None, [], False), ("auto", [], True),
+    ("off", ["--turns", "2"], False), (None, ["--turns", "2", "--stock"], False),
+])  # fmt: skip
+def test_a_plain_server_keeps_sessions_unless_it_loses_its_tree(monkeypatch, given, words, kept):
+    if given is not None:
+        monkeypatch.setenv("DSV4_SESSIONS", given)
+    arguments = stress.parse(["--model-path", "m", "--plain", *words])
+    assert arguments.sessions is kept and arguments.keep_tree is (kept or "--turns" in words)
+
+
+def test_a_conversation_stays_with_its_data_parallel_rank(run, launched):
+    Running.held_by_rank, Running.sessions = (0, 0), SessionCounters()
+    run(*TURNS, "--score", "0", "--", "--tp", "2", "--dp", "2", "--enable-dp-attention")
+    bodies = [(len(prompt), rank) for prompt, rank in zip(Running.prompts, Running.routed, strict=True)]
+    assert sorted(rank for _, rank in bodies[-6:]) == [0, 0, 0, 1, 1, 1]
+
+
 @pytest.mark.usefixtures("keeps", "launched")
 @pytest.mark.parametrize(
     ("method", "missed"),
@@ -257,7 +307,8 @@ def test_each_fault_of_sessions_misses_its_bound(change, missed):
     counted = {"points_before": 3, "points": 0, "bytes": 0, "hits": {"pages": 12}, "verified": 12} | change
     log = {"engine_retracts": 10, "sessions": counted}
     assert judged(log, plain=True, sessions=True, requests=5, turns=5) == missed
-    missing = judged(log | {"fallbacks": {stress.NOT_MATCHED: 1}}, plain=True, sessions=True, requests=5, turns=5)
+    log = {"engine_retracts": 10, "sessions": counted | {"fallbacks": {stress.NOT_MATCHED: 1}}}
+    missing = judged(log, plain=True, sessions=True, requests=5, turns=5)
     assert missing == ["points loaded that their request did not find", *missed]
 
 
@@ -278,7 +329,7 @@ def test_a_row_of_the_benchmarks_runs_to_its_end(run, launched, monkeypatch, nam
     """With fewer and shorter requests; a server that loses a token misses a bound."""
     Running.held_by_rank = (0, 0)
     words = ROWS[name]
-    Running.sessions = SessionCounters() if "--turns" in words else None
+    Running.sessions = SessionCounters() if {"--turns", "--keep-tree"} & set(words) else None
     end = words.index("--")
     first = words.index("stress") + 1
     for setting in words[: first - 2]:
