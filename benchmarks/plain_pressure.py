@@ -3,12 +3,20 @@
 
     python3 -m benchmarks.plain_pressure --model-path MODEL --rounds 4 --conversations 40 --most-seconds 13 \\
         -- --chunked-prefill-size 512 --mem-fraction-static 0.8
+    python3 -m benchmarks.plain_pressure --sessions --turns 6 --prompt 500 3000 --new-tokens 100 500 \\
+        --follow-up 50 200 --name sessions-pressure --model-path MODEL ...
 
 Two plain servers stand on one card: with this package, and stock (DSV4_ENABLED=0). Their window pool has the engine's
 default size (a tenth), and --max-total-tokens is small: no retract is forced, and both retract. In each round both get
 the same conversations, one server after the other, the other one suspended; the first one changes. More clients than
 run at once keep the queue full until the last conversation has begun, and the rate of a round is that of the tokens
 until then. A server that takes longer than --most-seconds is cut off there.
+
+--sessions: this package keeps the conversations, --turns of each. A client sends the next turn as soon as it has the
+answer, and that turn waits for those of other conversations, which take the windows of this one, and of long ones the
+pages. Then stock prefills the whole conversation again, and this package what the turn adds. The answers are those of
+a chat, 100 to 500 tokens behind 1,500 to 4,000 of system prompt and question: of such a turn stock spends most of the
+time in prefills. Where answers are much longer than questions, decode steps take the time of both servers.
 
 As many answers of both are then scored by the stock server when it is quiet: stock's are the control.
 Arguments after -- go to both servers. Exit status 1 when a bound is missed.
@@ -29,6 +37,7 @@ from typing import Any
 
 from benchmarks.steps import CONFIDENCE, MARGIN, interval
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import number
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import FOLLOW_UP, Answer, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
@@ -36,7 +45,8 @@ from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
 PACKAGE, STOCK = "with this package", "stock"
 SERVER = ["--max-total-tokens", "65536", "--enable-metrics"]
 HICACHE = "--enable-hierarchical-cache"
-LEAST_RETRACTS = 50  # of each server, or there was no pressure
+LEAST_RETRACTS = 50  # of each server, or there was no pressure; with --sessions one: the pressure is that of turns
+FASTER = 1.5  # times stock's tokens a second with --sessions
 WARM_UP = -1  # the round before the first one
 TOGETHER = 8  # answers scored at once
 COUNTED = ("engine_retracts", "prefill_tokens", "saves", "loads", "fallbacks", "trouble")
@@ -48,18 +58,19 @@ SHARED = 4  # beginnings
 
 @dataclass
 class Conversations:
-    """Makes seeded first turns with shared beginnings, additions of the second turns, and lengths of their answers.
+    """Makes seeded first turns with shared beginnings, and what each later turn adds, with lengths of the answers.
 
     Where a first turn's tokens less one are 1 to 127 behind a page's edge, a request that was restored leaves a last
     page whose states are not all there; a second turn would read them. Half of the first turns end there.
     """
 
     first: Load
-    follow_ups: list[list[int]]
-    later_tokens: list[int]
+    later: list[Load]  # for each later turn, the tokens that it puts behind the answer before it
 
     @classmethod
-    def of(cls, seed: str, arguments: argparse.Namespace) -> Conversations:
+    def of(
+        cls, seed: str, arguments: argparse.Namespace, turns: int = 2, follow_up: Sequence[int] = FOLLOW_UP
+    ) -> Conversations:
         """Makes them of ``arguments``: conversations, shared, prompt, new_tokens and vocabulary."""
         draw = random.Random(seed)
 
@@ -68,14 +79,26 @@ class Conversations:
 
         low, high = arguments.prompt
         beginnings = [tokens(arguments.shared) for _ in range(SHARED)]
-        prompts, new, follow_ups, later = [], [], [], []
-        for number in range(arguments.conversations):
-            prompts.append(beginnings[number % SHARED] + tokens(round(low * (high / low) ** draw.random())))
+        made = cls(Load([], []), [Load([], []) for _ in range(turns - 1)])
+        for at in range(arguments.conversations):
+            prompt = beginnings[at % SHARED] + tokens(round(low * (high / low) ** draw.random()))
             wanted = draw.randint(*arguments.new_tokens)
-            new.append(ending_behind_an_edge(len(prompts[-1]), wanted) if number % 2 else wanted)
-            follow_ups.append(tokens(draw.randint(*FOLLOW_UP)))
-            later.append(draw.randint(*arguments.new_tokens))
-        return cls(Load(prompts, new), follow_ups, later)
+            made.first.prompts.append(prompt)
+            made.first.new_tokens.append(ending_behind_an_edge(len(prompt), wanted) if at % 2 else wanted)
+            for turn in made.later:
+                turn.prompts.append(tokens(draw.randint(*follow_up)))
+                turn.new_tokens.append(draw.randint(*arguments.new_tokens))
+        return made
+
+    @property
+    def follow_ups(self) -> list[list[int]]:
+        """Returns the additions of the second turns."""
+        return self.later[0].prompts
+
+    @property
+    def later_tokens(self) -> list[int]:
+        """Returns the lengths of the answers of the second turns."""
+        return self.later[0].new_tokens
 
 
 def ending_behind_an_edge(prompt: int, new_tokens: int) -> int:
@@ -87,7 +110,7 @@ def ending_behind_an_edge(prompt: int, new_tokens: int) -> int:
 
 
 class Talks(Run):
-    """Runs both turns of each conversation; ``answers`` and ``load`` have first and second turns by turns.
+    """Runs all turns of each conversation; ``answers`` and ``load`` have those of the first one first, in their order.
 
     busy: the seconds at the beginning in which more requests wait to be sent. What is not done after ``most_seconds``
     is cut off: its outcome is "cut".
@@ -96,7 +119,7 @@ class Talks(Run):
     def __init__(self, talks: Conversations, arguments: argparse.Namespace, url: str) -> None:
         super().__init__(talks.first, arguments, url, None, None)
         self.talks = talks
-        self._second: dict[int, tuple[list[int], Answer]] = {}
+        self._asked: dict[int, list[tuple[list[int], int, Answer]]] = {}
         self.began = self._last_begun = 0.0
         self._cut = False
 
@@ -109,12 +132,9 @@ class Talks(Run):
             super().execute(label)
         finally:
             timer.cancel()
-        seconds = [self._second[number] for number in range(len(self.answers))]
-        prompts = zip(self.talks.first.prompts, (prompt for prompt, _ in seconds), strict=True)
-        new = zip(self.talks.first.new_tokens, self.talks.later_tokens, strict=True)
-        answers = zip(self.answers, (answer for _, answer in seconds), strict=True)
-        chain = itertools.chain.from_iterable
-        self.load, self.answers = Load(list(chain(prompts)), list(chain(new))), list(chain(answers))
+        asked = [turn for number in range(len(self.answers)) for turn in self._asked[number]]
+        self.load = Load([prompt for prompt, _, _ in asked], [count for _, count, _ in asked])
+        self.answers = [answer for _, _, answer in asked]
         return self
 
     def _cut_off(self) -> None:
@@ -125,13 +145,18 @@ class Talks(Run):
     def _one(self, number: int) -> Answer:
         if not self._cut:
             self._last_begun = max(self._last_begun, time.monotonic())
-        first = self._unless_cut(self.talks.first.prompts[number], self.talks.first.new_tokens[number], number)
-        prompt = self.talks.first.prompts[number] + first.tokens + self.talks.follow_ups[number]
-        second = Answer(first.outcome, error="no first turn")
-        if first.outcome == "whole":
-            second = self._unless_cut(prompt, self.talks.later_tokens[number], number)
-        self._second[number] = prompt, second
-        return first
+        prompt, wanted = self.talks.first.prompts[number], self.talks.first.new_tokens[number]
+        answer = self._unless_cut(prompt, wanted, number)
+        asked = [(prompt, wanted, answer)]
+        for turn in self.talks.later:
+            prompt, wanted = prompt + answer.tokens + turn.prompts[number], turn.new_tokens[number]
+            if answer.outcome == "whole":
+                answer = self._unless_cut(prompt, wanted, number)
+            else:
+                answer = Answer(answer.outcome, error="no turn before it")
+            asked.append((prompt, wanted, answer))
+        self._asked[number] = asked
+        return asked[0][2]
 
     def _unless_cut(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
         answer = Answer("cut") if self._cut else self.ask(prompt, new_tokens, number)
@@ -140,16 +165,19 @@ class Talks(Run):
         return answer
 
     def summary(self) -> dict[str, Any]:
-        """Summarises as Run does, with the rate while requests wait, and prefix tree hits of second turns."""
-        second = list(zip(self.load.prompts, self.answers, strict=True))[1::2]
-        asked = sum(len(prompt) for prompt, answer in second if answer.outcome == "whole")
+        """Summarises as Run does, with the rate while requests wait, and the tokens of later turns that were cached."""
+        turns = 1 + len(self.talks.later)
+        each = list(zip(self.load.prompts, self.answers, strict=True))
+        later = [one for number, one in enumerate(each) if number % turns]
+        asked = sum(len(prompt) for prompt, answer in later if answer.outcome == "whole")
         busy = self._last_begun - self.began
         arrived = sum(count for at, count in arrivals(self.answers) if at <= self._last_begun)
         return {
             **super().summary(),
             "cut": sum(answer.outcome == "cut" for answer in self.answers), "busy_seconds": busy,
             "busy_tokens_a_second": arrived / busy if busy else 0.0,
-            "second_turns_cached": sum(answer.cached for _, answer in second) / max(1, asked),
+            "later_turns_cached": sum(answer.cached for _, answer in later) / max(1, asked),
+            "from_host": sum(answer.on_host for answer in self.answers),
         }  # fmt: skip
 
 
@@ -172,9 +200,12 @@ def package_and_stock(
 ) -> Iterator[dict[str, servers.Server]]:
     """Starts two plain servers of one model and the same arguments, warm and suspended. Raises ServerDied.
 
-    more: environment of the one with this package.
+    more: environment of the one with this package, which keeps no sessions unless that says so.
     """
-    ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1", **(more or {})}
+    ours = {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1", "DSV4_SESSIONS": "off",
+        **(more or {}),
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         stock = stack.enter_context(score.control_server(arguments))
         folder = arguments.logs / arguments.name
@@ -189,7 +220,7 @@ def package_and_stock(
 
 def talk(server: servers.Server, name: str, round_: int, arguments: argparse.Namespace) -> tuple[Talks, dict[str, Any]]:
     """Runs one server's part of a round; returns its answers, and the row of the result."""
-    talks = Conversations.of(f"{arguments.seed}-{round_}", arguments)
+    talks = Conversations.of(f"{arguments.seed}-{round_}", arguments, arguments.turns, arguments.follow_up)
     with server.awake():
         servers.post(server.url, "/flush_cache?timeout=30", {}, 60)
         start = server.log.stat().st_size
@@ -205,7 +236,7 @@ def measure(both: dict[str, servers.Server], arguments: argparse.Namespace) -> l
     """Returns a row for each server and round, one for each server with its counts, and those of the score."""
     runs: dict[str, list[Talks]] = {PACKAGE: [], STOCK: []}
     rows = []
-    few = argparse.Namespace(**vars(arguments) | {"conversations": arguments.concurrency})
+    few = argparse.Namespace(**vars(arguments) | {"conversations": arguments.concurrency, "turns": 2})
     for name, server in both.items():  # not looked at: some shapes of batches compile here
         talk(server, name, WARM_UP, few)
     for round_ in range(arguments.rounds):
@@ -248,19 +279,21 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     pairs = zip(of[PACKAGE], of[STOCK], strict=True)
     ratios = [ours["busy_tokens_a_second"] / stocks["busy_tokens_a_second"] for ours, stocks in pairs]
     middle, low, _ = interval([ratios], arguments.seed)
-    least = MARGIN if HICACHE in arguments.server else 1.0
+    least = FASTER if arguments.sessions else MARGIN if HICACHE in arguments.server else 1.0
+    retracts = 1 if arguments.sessions else LEAST_RETRACTS
     ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
     scores = [row for row in rows if row["run"].startswith("score of ")]
     missing = total(PACKAGE, "asked") - total(PACKAGE, "whole") - total(PACKAGE, "cut")
     answers = max(1, min(arguments.score, *(total(name, "whole") for name in of)))
+    loads = [results.bound("retracts answered by a load", ">= 1", total(PACKAGE, "loads"))]
     return [
         results.bound("requests without a whole answer, but for those cut off", "<= 0", missing),
         results.bound("trouble in the log", "<= 0", sum(len(row["trouble"]) for row in of[PACKAGE])),
         *(
-            results.bound(f"retracts, {name}", f">= {LEAST_RETRACTS}", total(name, "engine_retracts"))
+            results.bound(f"retracts, {name}", f">= {retracts}", total(name, "engine_retracts"))
             for name in (PACKAGE, STOCK)
         ),
-        results.bound("retracts answered by a load", ">= 1", total(PACKAGE, "loads")),
+        *(judge_sessions(ours.get("sessions", {})) if arguments.sessions else loads),
         results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in ours)),
         results.bound("host memory held at the end, bytes", "<= 0", ours.get("held_bytes_at_end", 0)),
         results.bound("tokens a second, by stock's: median round", f">= {least}", middle),
@@ -269,23 +302,38 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     ]
 
 
+def judge_sessions(counted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the bounds of the sessions that a server counted: some were used, and a flush left none."""
+    return [
+        results.bound("turns that went on from a session", ">= 1", sum(counted.get("hits", {}).values())),
+        results.bound("points left after a flush", "<= 0", counted.get("points", 0)),
+    ]
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line; the arguments behind ``--`` are for both servers."""
     parser = results.parser(__doc__, "plain-pressure")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--conversations", type=int, default=60, help="of a round; each has two turns")
+    parser.add_argument("--conversations", type=int, default=60, help="of a round")
+    parser.add_argument("--turns", type=number(int, 2, 100), default=2, help="of each conversation")
     parser.add_argument("--concurrency", type=int, default=24, help="clients")
     parser.add_argument("--most-seconds", type=float, default=30, help="of a server's part of a round")
     parser.add_argument("--shared", type=int, default=1024, help="tokens of the beginnings that prompts share")
     parser.add_argument("--prompt", type=int, nargs=2, default=(200, 2000), help="fewest and most tokens behind them")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=(300, 900))
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=(300, 900), help="of each turn's answer")
+    help_ = "tokens that a later turn puts behind the answer"
+    parser.add_argument("--follow-up", type=int, nargs=2, default=FOLLOW_UP, help=help_)
+    parser.add_argument("--sessions", action="store_true", help="this package keeps the conversations")
+    parser.add_argument("--host-gb", type=number(float, 0.1), default=8, help="DSV4_HOST_GB with --sessions")
     parser.add_argument("--score", type=int, default=60, help="answers of each server to score")
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
     arguments = servers.parse(parser, argv)
+    if arguments.sessions and HICACHE in arguments.server:
+        parser.error(f"--sessions: a server with {HICACHE} keeps none")
     arguments.server = [*SERVER, *arguments.server]
     return arguments
 
@@ -294,7 +342,8 @@ def main() -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
-    with package_and_stock(arguments) as both:  # they take half a minute to end: the result is written before
+    keeps = {"DSV4_SESSIONS": "auto", "DSV4_HOST_GB": str(arguments.host_gb)} if arguments.sessions else {}
+    with package_and_stock(arguments, keeps) as both:  # they take half a minute to end: the result is written before
         rows = measure(both, arguments)
         return results.finish(arguments, rows, judge(rows, arguments))
 

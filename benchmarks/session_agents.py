@@ -2,14 +2,21 @@
 
     python3 -m benchmarks.session_agents --config benchmarks/flash_config.json --experts 16 -- --mem-fraction-static 0.9
     python3 -m benchmarks.session_agents --idle --config CONFIG --name sessions-idle -- --mem-fraction-static 0.9
+    python3 -m benchmarks.session_agents --without-hicache --config CONFIG --contexts 1000000 --device-tokens 1600000 \\
+        --over 1.25 --concurrency 1 --turns 1 --timeout 600 --name sessions-1m -- --mem-fraction-static 0.9
 
 Three plain servers stand on one card, all but one suspended. This package gets as much host memory as HiCache pins, so
 it starts behind it. Each agent begins with a context of so many tokens, and each of its turns adds --turn tokens, the
 answer among them. The sessions of all agents take --over times the device cache. In each turn the agents come in
-another order. First turns are not measured. One more turn begins with the agents that came last, and tells how many
-sessions a server holds: of HiCache, a GiB of its pools; of this package, a GiB of the blocks in use. Stock also runs so
-few agents that the device holds their sessions, to tell what a later turn takes that loads nothing.
+another order; two agents keep theirs, so that each finds what the other one left. Of first turns the time to the first
+token is reported. One more turn begins with the agents that came last, and tells how many sessions a server holds: of
+HiCache, a GiB of its pools; of this package, a GiB of the blocks in use. Stock also runs so few agents that the device
+holds their sessions, to tell what a later turn takes that loads nothing.
 
+The strict bounds are those of a whole model at long contexts. In a model of few layers the new tokens of a turn take a
+quarter of the time, whatever a cache does. At very long contexts a later turn is compared with a first one.
+
+--without-hicache: stock and this package alone, with --host-gb of host memory.
 --idle: so few agents that the device holds their sessions, on stock and this package: sessions may cost nothing there.
 The servers go on turn by turn, and each turn of all agents is compared with stock's.
 --worn: this package's arena begins each round full of others' conversations, its free units scattered.
@@ -19,6 +26,7 @@ Arguments after -- go to all servers. Exit status 1 when a bound is missed.
 import argparse
 import contextlib
 import itertools
+import json
 import random
 import re
 import statistics
@@ -42,12 +50,15 @@ WITH_HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
 HICACHE_APART = 33  # of its port, from the port of a plain server; stock stands at score.APART
 PAGE = 256
 REPOSITORY = Path(__file__).parents[1]
-LONG = 65536  # tokens of a context, from which on the bounds below hold
-FIRST_TOKEN, TURNS, HELD = 0.1, 5, 4  # of stock's; times stock's; times HiCache's a rank
+LONG = 65536  # tokens of a context, from which on the two lines below hold
+FIRST_TOKEN, TURNS, WHOLE = 0.11, 7, 40  # of stock's; times stock's; layers from which on a model is judged by them
+ON_DEVICE = 1.15  # of the first token of a session that is still on the device
+VERY_LONG, COLD = 500_000, 0.05  # tokens of a context, from which on a later turn is judged by a first one; of its time
 SAVE_MS = 0.5  # of the scheduler's time, for the pages of a turn
 IDLE = 0.99  # of stock's turns a second
 FOUND, MISSED = 0.9, 0.5  # of a conversation that is held; most turns that the device answers, or it is too large
 WARM_UP = -1  # the round before the first one, not looked at
+WARM_UP_CONTEXT = 16384  # most tokens of its contexts
 # The line is known by its beginning.
 POOL = re.compile(
     r"^\[[^\]]*\] Allocating [\d.]+ GB host memory for V4 \w+ pool '[^']*' "
@@ -80,8 +91,9 @@ class Agents:
         return [self._draw.randrange(10, self.arguments.vocabulary) for _ in range(count)]
 
     def order(self) -> list[int]:
-        """Returns all agents in another order."""
-        return self._draw.sample(range(len(self.said)), len(self.said))
+        """Returns all agents in another order; two agents come by turns."""
+        count = len(self.said)
+        return list(range(count)) if count <= 2 else self._draw.sample(range(count), count)
 
     def turn(self, url: str, order: Sequence[int], label: str) -> Turn:
         """Runs one turn of each agent of ``order``, ``--concurrency`` at a time."""
@@ -108,12 +120,12 @@ def started(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]
     with contextlib.ExitStack() as stack:
         up = {STOCK: score.launch_stock(arguments, "stock", {}, score.APART, given)}
         stack.callback(up[STOCK].stop)
-        if not arguments.idle:
+        if not (arguments.idle or arguments.without_hicache):
             words = [*given, *WITH_HICACHE]
             up[HICACHE] = score.launch_stock(arguments, "hicache", {}, HICACHE_APART, words)
             stack.callback(up[HICACHE].stop)
         servers.wait_until_up(list(up.values()), arguments.patience)
-        gib = arguments.host_gb if arguments.idle else pinned_bytes(up[HICACHE].log) / 2**30
+        gib = pinned_bytes(up[HICACHE].log) / 2**30 if HICACHE in up else arguments.host_gb
         ours = {
             "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1", "DSV4_SESSIONS": "auto",
             "DSV4_HOST_GB": f"{gib:.6f}",
@@ -167,7 +179,8 @@ class Talk:
         url = self.server.url
         with self.server.awake():
             servers.flush(url)
-            self._agents.turn(url, self._agents.order(), f"{self._label}, first turns")
+            first = self._agents.turn(url, self._agents.order(), f"{self._label}, first turns")
+            self._row["cold_first_token_p50_ms"] = median_wait([first])
             self._before, self._start = counted_at(url), self.server.log.stat().st_size
 
     def turn(self) -> None:
@@ -218,14 +231,24 @@ def turn_by_turn(talks: Sequence[Talk], turns: int) -> list[dict[str, Any]]:
 def summary(turns: Sequence[Turn]) -> dict[str, Any]:
     """Returns counts, times to the first token and the rate of the later turns."""
     answers = [answer for turn in turns for answer in turn.answers]
-    waits = [(answer.arrived[0][0] - answer.sent) * 1e3 for answer in answers if answer.arrived]
     each = [turn.seconds for turn in turns]
     return {
         **count_outcomes(answers),
         "found": sum(turn.found() for turn in turns) / max(1, len(answers)),
-        "first_token_p50_ms": statistics.median(waits) if waits else 0.0, "first_token_p99_ms": percentile(waits, 99),
+        "first_token_p50_ms": median_wait(turns), "first_token_p99_ms": percentile(waits(turns), 99),
         "seconds": sum(each), "turns_a_second": len(answers) / sum(each), "turn_seconds": each,
     }  # fmt: skip
+
+
+def waits(turns: Sequence[Turn]) -> list[float]:
+    """Returns the milliseconds to the first token of each answer that has one."""
+    answers = itertools.chain.from_iterable(turn.answers for turn in turns)
+    return [(answer.arrived[0][0] - answer.sent) * 1e3 for answer in answers if answer.arrived]
+
+
+def median_wait(turns: Sequence[Turn]) -> float:
+    """Returns the median of ``waits``; 0 where no answer has a token."""
+    return statistics.median(waits(turns) or [0.0])
 
 
 def sessions_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -254,8 +277,9 @@ def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, 
 def measure(up: dict[str, servers.Server], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each server, context and round."""
     rows, run = [], turn_by_turn if arguments.idle else one_by_one
+    short = min(*arguments.contexts, WARM_UP_CONTEXT)
     for name, server in up.items():  # some shapes of later turns compile here
-        one_by_one([Talk(server, name, min(arguments.contexts), WARM_UP, 2, arguments)], arguments.turns)
+        one_by_one([Talk(server, name, short, WARM_UP, 2, arguments)], arguments.turns)
     for context in arguments.contexts:
         count = agents_for(context, arguments)
         for round_ in range(arguments.rounds):
@@ -264,7 +288,7 @@ def measure(up: dict[str, servers.Server], arguments: argparse.Namespace) -> lis
             if not arguments.idle:
                 resident = Talk(up[STOCK], RESIDENT, context, round_, arguments.concurrency, arguments)
                 rows += run([resident], arguments.turns)
-    pinned = {} if arguments.idle else {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30}
+    pinned = {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30} if HICACHE in up else {}
     return [row | (pinned if row["run"] == HICACHE else {}) for row in rows]
 
 
@@ -294,35 +318,51 @@ def middle(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 def judge_agents(of: Rows, context: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds of one context whose sessions the device does not hold."""
-    stock, hicache, ours, resident = (of[name] for name in NAMES)
-    at, long = f"at {context} tokens", context >= LONG
-    waits = middle(ours, "first_token_p50_ms") / max(middle(stock, "first_token_p50_ms"), 1e-6)
-    rate = {name: middle(of[name], "turns_a_second") for name in (STOCK, HICACHE, SESSIONS)}
-    host = max(row["host_gib"] for row in ours) / max(row["host_gib"] for row in hicache)
+    stock, ours, resident = (of[name] for name in (STOCK, SESSIONS, RESIDENT))
+    at = f"at {context} tokens"
+    first_token, turns = (FIRST_TOKEN, TURNS) if context >= LONG and is_whole(arguments.config) else (1.0, 1.0)
     hits = sum(sum(row["hits"].values()) for row in ours) / max(1, sum(row["whole"] for row in ours))
+    rate = middle(ours, "turns_a_second") / middle(stock, "turns_a_second")
     bounds = [
         results.bound(f"turns that stock finds on the device, share, {at}", f"<= {MISSED}", middle(stock, "found")),
         results.bound(f"turns that it finds where it holds all, share, {at}", f">= {FOUND}", middle(resident, "found")),
         results.bound(f"turns that went on from a session, share, {at}", f">= {MISSED}", hits),
-        results.bound(f"host memory, by HiCache's, {at}", "<= 1.0", host),
-        results.bound(f"first token, median, by stock's, {at}", f"<= {FIRST_TOKEN if long else 1.0}", waits),
-        results.bound(
-            f"turns a second, by stock's, {at}", f">= {TURNS if long else 1.0}", rate[SESSIONS] / rate[STOCK]
-        ),
-        results.bound(f"turns a second, by HiCache's, {at}", ">= 1.0", rate[SESSIONS] / rate[HICACHE]),
+        results.bound(f"first token, median, by stock's, {at}", f"<= {first_token}", wait_by(ours, stock)),
+        results.bound(f"turns a second, by stock's, {at}", f">= {turns}", rate),
         results.bound(f"saves of a turn seen, {at}", ">= 1", sum(row["saves"] for row in ours)),
         results.bound(f"save of a turn, median, ms, {at}", f"<= {SAVE_MS}", middle(ours, "save_p50_ms")),
     ]
-    if long:
-        least = HELD * servers.ranks(arguments.server)
-        held = middle(ours, "held_a_gib") / max(middle(hicache, "held_a_gib"), one_a_pool(hicache))
-        bounds.append(results.bound(f"sessions held a GiB, by HiCache's, {at}", f">= {least}", held))
-    return bounds
+    if context >= LONG:
+        wait = wait_by(ours, resident)
+        bounds.append(results.bound(f"first token, median, by that on the device, {at}", f"<= {ON_DEVICE}", wait))
+    if context >= VERY_LONG:
+        wait = max(wait_by(ours, rows, "cold_first_token_p50_ms") for rows in (stock, ours))  # by the faster one's
+        bounds.append(results.bound(f"first token of a later turn, by the cold one's, {at}", f"<= {COLD}", wait))
+    return bounds + judge_beside_hicache(of[HICACHE], ours, at)
 
 
-def one_a_pool(hicache: Sequence[dict[str, Any]]) -> float:
-    """Returns the sessions a GiB of a HiCache that holds one."""
-    return 1 / max(row["host_gib"] for row in hicache)
+def judge_beside_hicache(
+    hicache: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]], at: str
+) -> list[dict[str, Any]]:
+    """Returns the bounds of one context beside HiCache; none where it did not run."""
+    if not hicache:
+        return []
+    host = max(row["host_gib"] for row in ours) / max(row["host_gib"] for row in hicache)
+    rate = middle(ours, "turns_a_second") / middle(hicache, "turns_a_second")
+    return [
+        results.bound(f"host memory, by HiCache's, {at}", "<= 1.0", host),
+        results.bound(f"turns a second, by HiCache's, {at}", ">= 1.0", rate),
+    ]
+
+
+def is_whole(config: Path) -> bool:
+    """Returns whether a model has as many layers as those that are served: Flash has 43."""
+    return bool(json.loads(config.read_text())["num_hidden_layers"] >= WHOLE)
+
+
+def wait_by(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], key: str = "first_token_p50_ms") -> float:
+    """Returns the time to the first token of later turns by that of ``others``, or by their ``key``."""
+    return middle(ours, "first_token_p50_ms") / max(middle(others, key), 1e-6)
 
 
 def judge_idle(of: Rows, context: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -351,8 +391,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=readable_file, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=COUNT, help="routed experts, so that three servers fit the card")
     parser.add_argument("--idle", action="store_true", help="the device holds all sessions; stock and sessions alone")
+    help_ = "stock and sessions alone, where HiCache would take too long"
+    parser.add_argument("--without-hicache", action="store_true", help=help_)
     parser.add_argument("--contexts", type=number(int, 1024, 1 << 20), nargs="+", default=(16384, LONG))
-    parser.add_argument("--device-tokens", type=COUNT, default=200_000, help="--max-total-tokens")
+    parser.add_argument("--device-tokens", type=number(int, 1, 1 << 24), default=200_000, help="--max-total-tokens")
     help_ = "of the device cache that the sessions of all agents take (3; with --idle 0.5)"
     parser.add_argument("--over", type=number(float, 0.01, 100), help=help_)
     parser.add_argument("--turns", type=COUNT, default=2, help="of each agent that are measured")
@@ -363,7 +405,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worn", type=COUNT, metavar="TURNS", help=help_)
     parser.add_argument("--concurrency", type=CONCURRENCY, default=2, help="agents at a time")
     parser.add_argument("--chunk", type=COUNT, default=8192, help="--chunked-prefill-size")
-    parser.add_argument("--host-gb", type=number(float, 0.1), default=16, help="DSV4_HOST_GB with --idle")
+    parser.add_argument("--host-gb", type=number(float, 0.1), default=16, help="DSV4_HOST_GB without HiCache")
     parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
