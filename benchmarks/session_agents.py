@@ -9,9 +9,8 @@ Three plain servers stand on one card, all but one suspended. This package gets 
 it starts behind it. Each agent begins with a context of so many tokens, and each of its turns adds --turn tokens, the
 answer among them. The sessions of all agents take --over times the device cache. In each turn the agents come in
 another order; two agents keep theirs, so that each finds what the other one left. Of first turns the time to the first
-token is reported. One more turn begins with the agents that came last, and tells how many sessions a server holds: of
-HiCache, a GiB of its pools; of this package, a GiB of the blocks in use. Stock also runs so few agents that the device
-holds their sessions, to tell what a later turn takes that loads nothing.
+token is reported. Stock also runs so few agents that the device holds their sessions, to tell what a later turn takes
+that loads nothing.
 
 The strict bounds are those of a whole model at long contexts. In a model of few layers the new tokens of a turn take a
 quarter of the time, whatever a cache does. At very long contexts a later turn is compared with a first one.
@@ -58,6 +57,7 @@ SAVE_MS = 0.5  # of the scheduler's time, for the pages of a turn
 IDLE = 0.99  # of stock's turns a second
 FOUND, MISSED = 0.9, 0.5  # of a conversation that is held; most turns that the device answers, or it is too large
 WARM_UP = -1  # the round before the first one, not looked at
+WORN_PATIENCE = 600  # seconds in which 30,000 turns of others are played
 WARM_UP_CONTEXT = 16384  # most tokens of its contexts
 # The line is known by its beginning.
 POOL = re.compile(
@@ -132,7 +132,7 @@ def started(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]
         }  # fmt: skip
         folder = arguments.logs / arguments.name
         if arguments.worn:
-            ours |= environment("benchmarks.worn:install", folder / "worn.txt", str(arguments.worn), REPOSITORY)
+            ours |= environment("benchmarks.worn:install", worn_file(arguments), "0", REPOSITORY)
         up[SESSIONS] = servers.launch("plain", arguments.model_path, given, ours, folder)
         stack.callback(up[SESSIONS].stop)
         servers.wait_until_up(list(up.values()), arguments.patience)
@@ -140,6 +140,11 @@ def started(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]
         for server in up.values():
             server.suspend()
         yield up
+
+
+def worn_file(arguments: argparse.Namespace) -> Path:
+    """Returns the file that says how many turns wear the arena down behind a flush."""
+    return Path(arguments.logs) / arguments.name / "worn.txt"
 
 
 def server_words(arguments: argparse.Namespace) -> list[str]:
@@ -172,25 +177,33 @@ class Talk:
         self._row: dict[str, Any] = {"run": name, "context": context, "round": round_, "agents": count}
         self._label = f"{name}, {count} x {context} tokens, round {round_}"
         self._turns: list[Turn] = []
-        self._order: list[int] = []
 
     def begin(self) -> None:
         """Runs the first turns of all agents."""
         url = self.server.url
         with self.server.awake():
-            servers.flush(url)
+            self._flush()
             first = self._agents.turn(url, self._agents.order(), f"{self._label}, first turns")
             self._row["cold_first_token_p50_ms"] = median_wait([first])
             self._before, self._start = counted_at(url), self.server.log.stat().st_size
 
+    def _flush(self) -> None:
+        """Empties the server; with --worn, this package's arena is worn down behind it, once a round."""
+        wears = bool(self.arguments.worn) and self._row["run"] == SESSIONS and self._row["round"] != WARM_UP
+        file = worn_file(self.arguments)
+        if wears:
+            file.write_text(str(self.arguments.worn))
+        servers.flush(self.server.url, WORN_PATIENCE if wears else 60)
+        if wears:
+            file.write_text("0")
+
     def turn(self) -> None:
         """Runs one later turn of all agents."""
-        self._order = self._agents.order()
         with self.server.awake():
-            self._turns.append(self._agents.turn(self.server.url, self._order, self._label))
+            self._turns.append(self._agents.turn(self.server.url, self._agents.order(), self._label))
 
     def end(self) -> dict[str, Any]:
-        """Returns the row of the later turns; asks which sessions are held, and lets go of them."""
+        """Returns the row of the later turns, and lets go of all sessions."""
         url, row, name, arguments = self.server.url, self._row, self._row["run"], self.arguments
         with self.server.awake():
             after, log = counted_at(url), read_log(self.server.log, self._start)
@@ -198,10 +211,6 @@ class Talk:
             if name == SESSIONS:
                 row |= sessions_of(self._before, after)
                 row |= {} if arguments.idle else saves_of(self.server.log, self._start, arguments)
-            if name in (HICACHE, SESSIONS) and not arguments.idle:
-                held = self._agents.turn(url, self._order[::-1], f"{self._label}, newest first").found()
-                used = row["session_bytes"] if name == SESSIONS else pinned_bytes(self.server.log)
-                row |= {"held": held, "held_in_gib": used / 2**30, "held_a_gib": held / max(1, used) * 2**30}
             servers.flush(url)
         results.show([row])
         return row

@@ -395,10 +395,11 @@ def part(server: servers.Server, scene: Scene, size: int, round_: int) -> Measur
         kept = counted_at(server.url).get("sessions", {})
         servers.flush(server.url)
         after, log = counted_at(server.url), read_log(server.log, start)
-    saved = before.get("sessions", {}).get("saved_bytes", 0)
+    earlier = {"saved_bytes": 0, "save_seconds": 0.0, **before.get("sessions", {})}
     row = {
         "size": size, "round": round_, **figures, **spread(times), "points": kept.get("points", 0),
-        "kept_bytes": kept.get("saved_bytes", 0) - saved, "copies": after["copies_alive_at_end"],
+        "kept_bytes": kept.get("saved_bytes", 0) - earlier["saved_bytes"],
+        "save_seconds": kept.get("save_seconds", 0.0) - earlier["save_seconds"], "copies": after["copies_alive_at_end"],
         "retracts": after["engine_retracts"] - before["engine_retracts"], "trouble": log["trouble"],
     }  # fmt: skip
     return row, times

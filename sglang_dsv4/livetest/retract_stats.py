@@ -43,7 +43,7 @@ Rank = tuple[int, int, int]  # of data, pipeline and tensor parallel: the first 
 Series = dict[str, float]  # by name without PREFIX, what has reasons or places as "fallbacks/REASON"
 KINDS = ("reason", "where", "kind", "type", "outcome")  # labels that divide a series
 DECISIONS = {"saves", "loads", "fallbacks", "session_hits", "session_evicted"}  # alike on ranks that retract together
-EXACT = ("held_high_gib", "arena_gib")  # of which the log has two decimals
+EXACT = ("held_high_gib", "arena_gib", "copies_alive_at_end")  # the log has two decimals, and no copy that is dropped
 
 
 def percentile(values: list[float], percent: int) -> float:

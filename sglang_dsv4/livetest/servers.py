@@ -280,9 +280,9 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any
         return text
 
 
-def flush(url: str) -> None:
+def flush(url: str, patience: float = 60) -> None:
     """Empties the prefix cache of an idle server, that on the host and its sessions too."""
-    post(url, "/flush_cache?timeout=30", {}, 60)
+    post(url, "/flush_cache?timeout=30", {}, patience)
 
 
 def feed(url: str, body: dict[str, Any], timeout: float) -> None:
