@@ -20,7 +20,14 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "ranks": live.ranks,
         "steps": live.steps,
     },
-    "docs/sessions.md": {"agents": sessions.agents, "bounds": sessions.agent_bounds, "idle": sessions.idle},
+    "docs/sessions.md": {
+        "agents": sessions.agents,
+        "bounds": sessions.agent_bounds,
+        "idle": sessions.idle,
+        "scenes": sessions.scenes,
+        "pair": sessions.pair,
+        "million": sessions.million,
+    },
     "docs/peers.md": {"one run": pages.one_run},
     "docs/prep.md": {"graphs": pages.graphs},
 }

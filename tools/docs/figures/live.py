@@ -51,6 +51,10 @@ SERVERS = {
     "v41-plain-dspark": "plain V4.1 server with DSpark, prompts found in the prefix cache",
     "sessions-stress": "plain server that keeps sessions, conversations of five turns",
     "sessions-tp-stress": "plain server that keeps sessions, two tensor-parallel ranks, conversations of three turns",
+    "sessions-drafts-stress": "plain server that keeps sessions, EAGLE 3/1/4, conversations of four turns",
+    "sessions-dp-stress": "plain server that keeps sessions, two ranks with data-parallel attention, four turns",
+    "sessions-v41-stress": "plain V4.1 server that keeps sessions, bounded replay and DSpark, four turns",
+    "sessions-pd": "prefill server that keeps sessions, decode server, NIXL, conversations of five turns",
 }
 UNDISTURBED = "score of a stock server with HiSparse, no retracts"
 
@@ -98,7 +102,11 @@ def beside_stock() -> str:
     return made and f"The same requests over NIXL, with as many forced retracts:\n\n{made}"
 
 
-PRESSURE = {"plain-pressure": "without HiCache", "hicache-pressure": "with HiCache"}
+PRESSURE = {
+    "plain-pressure": "without HiCache",
+    "hicache-pressure": "with HiCache",
+    "sessions-pressure": "without HiCache; this package's keeps sessions",
+}
 RATES = {  # bounds, and digits behind the point
     "tokens a second, by stock's: median round": 2, "the same, low end of the 99% interval": 2,
     "retracts, with this package": 0, "retracts, stock": 0,
@@ -106,7 +114,7 @@ RATES = {  # bounds, and digits behind the point
 
 
 def pressure() -> str:
-    """Returns one row without and one with HiCache."""
+    """Returns one row without and one with HiCache, and one with sessions."""
     rows = [
         (
             f"[{PRESSURE[name]}]({name}.json)",

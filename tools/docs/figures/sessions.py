@@ -2,6 +2,7 @@
 
 from figures.of_results import Result, cards, read, table_if, there
 
+PACKAGE, STOCK = "with this package", "stock"
 AGENTS = {
     "sessions-agents-flash": "Flash's 43 layers",
     "sessions-agents": "six layers",
@@ -67,3 +68,39 @@ def idle() -> str:
         for context in contexts(result)
     ]  # fmt: skip
     return table_if(("turns a second, by stock's", *IDLE.values()), rows)
+
+
+def scenes() -> str:
+    """Returns one row a scene of real clients: this package's figures, then stock's."""
+    result = read("sessions-scenes")
+    of = {(row["scene"], row["run"]): row for row in result["rows"]} if result else {}
+    rows = []
+    for scene in dict.fromkeys(scene for scene, _ in of if (scene, STOCK) in of):
+        ours, stock = of[scene, PACKAGE], of[scene, STOCK]
+        cells = [f"{row['cached_p50']:,.0f}" for row in (ours, stock)]
+        cells += [f"{row['first_token_ms_p50']:.0f} ms" for row in (ours, stock)]
+        rows.append((scene, f"{ours['tokens_p50']:,.0f}", *cells))
+    return table_if(("scene", "tokens", "cached", "stock", "first token", "stock"), rows)
+
+
+def pair() -> str:
+    """Returns how much of all prompts a pair had cached, with sessions on its prefill server and with stock."""
+    ours, stock = read("sessions-pd"), read("sessions-pd-stock")
+    if ours is None or stock is None:
+        return ""
+    row, beside = ours["rows"][0], stock["rows"][0]
+    return (
+        f"{row['whole']:,} turns of [a pair over NIXL](results/sessions-pd.json) through {row['engine_retracts']:,} "
+        f"retracts on its decode server found {row['cached_share']:.0%} of their prompts, each load compared; "
+        f"[with stock](results/sessions-pd-stock.json), nothing retracted, {beside['cached_share']:.0%}."
+    )
+
+
+def million() -> str:
+    """Returns first and later turns of two conversations of a million tokens."""
+    result = read("sessions-1m")
+    rows = [] if result is None else [
+        (what, *(f"{row[key] / 1e3:,.1f} s" for row in result["rows"]))
+        for what, key in (("first turn", "cold_first_token_p50_ms"), ("later turn", "first_token_p50_ms"))
+    ]  # fmt: skip
+    return table_if(("first token, median", "stock", "sessions", "stock, session on the device"), rows)
