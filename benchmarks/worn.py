@@ -21,15 +21,13 @@ FIRST_PAGES, TURN_PAGES, MOST_PAGES = (8, 80), (2, 18), 400
 
 
 def install(file: Path) -> None:
-    """Plays as many turns as ``file`` says behind each flush."""
+    """Plays as many turns as ``file`` says then behind each flush."""
     from sglang_dsv4.livetest.in_server import around  # noqa: PLC0415 - the server's own import path
     from sglang_dsv4.sessions.store import SessionStore  # noqa: PLC0415
 
-    turns = int(file.read_text())
-
     def clear(original: Callable[..., None], store: SessionStore, reason: str) -> None:
         original(store, reason)
-        wear(store, turns)
+        wear(store, int(file.read_text()))
 
     around(SessionStore, "clear", clear)
 
@@ -45,12 +43,12 @@ def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
     for _ in range(turns):
         who = draw.randrange(ALIVE)
         behind = last.get(who)
-        if behind is not None and not (store.stands(behind) and behind.page.depth < MOST_PAGES):
+        if behind is not None and not (store.stands(behind) and trie.depth(behind.page) < MOST_PAGES):
             behind = None
         count = draw.randint(*(FIRST_PAGES if behind is None else TURN_PAGES))
         page = trie.used = None if behind is None else behind.page
         if store._find_room(count + store._in_tail, "room", (PLAIN.rank, PLAIN.priority)):
-            depth = 0 if page is None else page.depth
+            depth = trie.depth(page)
             copy = memory.allocate((depth + count) * geometry.page_size, geometry, begins=depth)
             added = store._add(("worn", who), page, [next(names).to_bytes(8) for _ in range(count)], copy)
             store._windows += 1

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
-from sglang_dsv4.sessions.trie import Point
+from sglang_dsv4.sessions.trie import Page, Point, Trie
 
 PLAIN = Hints()
 LAST_RESORT = Hints(rank=Rank.EXPIRED)
@@ -18,12 +18,14 @@ SUPERSEDED = Hints(priority=-1)  # a later point of its request is kept, too
 class EvictionOrder:
     """Holds every point at its place. clock: seconds; ranks have clocks of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, trie: Trie) -> None:
+        self._trie = trie
         self.clock = time.monotonic
         self._places: dict[tuple[int, int], OrderedDict[Point, None]] = {}
         self._sorted: list[tuple[int, int]] = []  # the places; clients name as many as they like
         self._ends: dict[Point, float] = {}  # of those whose rank has an end
-        self.held_points = self.held_pages = 0  # retained and pinned points; pages that at least one of them needs
+        self.held_points = 0  # retained and pinned ones
+        self.held_pages: dict[Page, int] = {}  # how many of those need it
         self.changes = 0  # points that came, went, or got another place
 
     def __len__(self) -> int:
@@ -73,7 +75,8 @@ class EvictionOrder:
         self._places.clear()
         self._sorted.clear()
         self._ends.clear()
-        self.held_points = self.held_pages = 0
+        self.held_points = 0
+        self.held_pages.clear()
 
     @property
     def timed(self) -> bool:
@@ -93,6 +96,7 @@ class EvictionOrder:
 
     def _hold(self, point: Point, by: int) -> None:
         self.held_points += by
-        for page in point.page.path():
-            before, page.holds = page.holds, page.holds + by
-            self.held_pages += bool(page.holds) - bool(before)
+        for page in self._trie.path(point.page):
+            needed = self.held_pages[page] = self.held_pages.get(page, 0) + by
+            if not needed:
+                del self.held_pages[page]

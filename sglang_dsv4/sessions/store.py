@@ -15,7 +15,8 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +29,7 @@ from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
-from sglang_dsv4.sessions.trie import Found, Page, Point, Trie, last_point
+from sglang_dsv4.sessions.trie import Found, Key, Name, Page, Point, Trie
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,10 @@ class SessionStore:
         self.tells = tells or host.settings.verify
         self.few, self.enough = self._most // FEW, self._most // ENOUGH
         self._tried_ahead: Any = None  # all that decided when room was last made ahead
-        self.order = EvictionOrder()
+        self.order = EvictionOrder(self._trie)
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
-        self._unchecked: list[tuple[Page | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
+        self._unchecked: list[tuple[Name | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
+        self._checksums: dict[Page, int] = {}  # with DSV4_VERIFY
         self._made = self._told = 0  # points so far; the version that the gauges show
         self._weights = host.context.weight_version()
         self._unclean: Any = None  # the weights under which a point was not kept for that
@@ -86,7 +88,7 @@ class SessionStore:
 
     def units(self) -> UnitNumbers:
         """Returns every unit held here."""
-        return [*(page.unit for page in self._trie.pages()), *self._tails()]
+        return [*self._trie.pages(), *self._tails()]
 
     def _tails(self) -> Iterator[int]:
         return itertools.chain.from_iterable(point.tail or () for point in self.order)
@@ -115,12 +117,13 @@ class SessionStore:
         """
         end, known = limit - self._trie.ahead, self._at.get(node)
         starts = [known.page] if known is not None else []
-        if before is not None and before.page is not None and self._trie.has(before.page):
-            starts.append(before.page)
-        start = max((page for page in starts if page.depth * self._page <= end), key=_depth, default=None)
-        way = self._trie.walk(namespace, self._trie.keys(tokens, end, _depth(start) * self._page), start)
+        if before is not None and (page := self._trie.named(before.page)) is not None:
+            starts.append(page)
+        depth = self._trie.depth
+        start = max((page for page in starts if depth(page) * self._page <= end), key=depth, default=None)
+        way = self._trie.walk(namespace, self._trie.keys(tokens, end, depth(start) * self._page), start)
         last = way[-1] if way else start
-        return Found(self._trie.came(namespace), last, last_point(last), limit)
+        return Found(self._trie.came(namespace), self._trie.name(last), self._trie.last_point(last), limit)
 
     def remember_node(self, point: Point, node: Hashable, end: int) -> None:
         """Remembers ``node`` of the prefix tree, which ends behind ``end`` tokens, if ``point`` stands there.
@@ -171,19 +174,19 @@ class SessionStore:
         tokens, last = slots.shape[0], None
         if behind is not None and behind.tokens <= tokens and self.stands(behind):
             last = behind.page
-        first = _depth(last) * self._page
+        first = self._trie.depth(last) * self._page
         keys = list(self._trie.keys(tokens_from(first), tokens - first))
         assert len(keys) * self._page == tokens - first
         found = self._trie.walk(namespace, keys, last)
         last, keys = (found[-1] if found else last), keys[len(found) :]
-        here = last.point if last is not None and not keys else None
+        here = self._trie.point.get(last) if last is not None and not keys else None
         hints = self._allowed(hints, last, len(keys), here)  # before others make room for it
         if here is not None and (here.tail is not None or not window):
             self._again(here, hints)
             return here
         self._trie.used = last  # the points behind it may go
         try:
-            copy = self._save(slots, _depth(last), hints, window)
+            copy = self._save(slots, self._trie.depth(last), hints, window)
             if copy is None:
                 return None
             if here is not None and self.stands(here):
@@ -195,7 +198,7 @@ class SessionStore:
             if behind is not None and behind.tail is None and behind is not point and self.stands(behind):
                 self._let_go(behind, "superseded")
             self._spread(copy, added, point)
-            self._unchecked.append((added[0] if added else None, point, copy))
+            self._unchecked.append((self._trie.name(added[0]) if added else None, point, copy))
             nbytes = copy.saved_bytes
             copy.hand_over()
             self._tell(copy.tokens, len(added), int(window), nbytes, time.perf_counter() - started)
@@ -230,6 +233,11 @@ class SessionStore:
         self._again(point, self._allowed(hints, point.page, 0, point))
         return True
 
+    @property
+    def saves_of_pass(self) -> int:
+        """Counts the saves since the last ``end_pass``."""
+        return len(self._unchecked)
+
     def _begin(self) -> None:
         self._drop_stale()
         if self._memory.arena.board is None:
@@ -248,7 +256,7 @@ class SessionStore:
         A copy that is made in it holds their units, and needs no others for these pages.
         """
         self._drop_stale()
-        doubtful = {page for page, _, _ in self._unchecked}
+        doubtful = {self._trie.named(first) for first, _, _ in self._unchecked}
         walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
         last = self._trie.used = known[-1] if known else None
@@ -257,11 +265,10 @@ class SessionStore:
         finally:
             self._done_with(last)
 
-    @staticmethod
-    def add_checksums(copy: HostCopy | None, pages: list[Page]) -> None:
+    def add_checksums(self, copy: HostCopy | None, pages: list[Page]) -> None:
         """Adds those of ``pages``, the first ones of ``copy``, whose units it holds beside its own."""
         if copy is not None and copy.checksums is not None:
-            copy.checksums |= {page.depth - 1: page.checksum for page in pages}
+            copy.checksums |= {number: self._checksums[page] for number, page in enumerate(pages)}
 
     def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
         """Keeps the whole pages of a request's copy, so that its next copy need not save them again.
@@ -275,19 +282,20 @@ class SessionStore:
         missing = keys[len(known) :]
         if missing and self._held + len(missing) <= self._most:
             added = self._add(namespace, known[-1] if known else None, missing, copy)
-            self._memory.pool.keep([page.unit for page in added])
+            self._memory.pool.keep(added)
             self._spread(copy, added, self._put(namespace, added[-1], None, LAST_RESORT))
 
-    def _add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], copy: HostCopy) -> list[Page]:
+    def _add(self, namespace: Hashable, behind: Page | None, keys: Sequence[Key], copy: HostCopy) -> list[Page]:
         """Adds the pages of ``keys`` behind that page, in the units of ``copy``, which still holds them."""
-        first = _depth(behind)
-        units = copy.pages(first, first + len(keys))
-        self._pages += len(units)
-        return self._trie.add(namespace, behind, keys, units)
+        first = self._trie.depth(behind)
+        pages = copy.pages(first, first + len(keys))
+        self._pages += len(pages)
+        self._trie.add(namespace, behind, keys, pages)
+        return pages
 
     def _put(self, namespace: Hashable, page: Page, tail: UnitNumbers | None, hints: Hints) -> Point:
         self._made += 1
-        point = Point(page, page.depth * self._page, tail, self._made)
+        point = Point(page, self._trie.depth(page) * self._page, tail, self._made)
         self._trie.put(namespace, point)
         self.order.place(point, hints)
         return point
@@ -312,7 +320,7 @@ class SessionStore:
         """Gives each new page the checksum of its unit, and the point those of its window."""
         if copy.checksums is not None:
             for page in added:
-                page.checksum = copy.checksums[page.depth - 1 - copy.begins]
+                self._checksums[page] = copy.checksums[self._trie.depth(page) - 1 - copy.begins]
             if point.tail is not None:
                 point.checksums = [copy.checksums[copy.in_pages + number] for number in range(copy.in_tail)]
 
@@ -334,12 +342,11 @@ class SessionStore:
         Ordered before later work of the current stream. The point stays. Raises as ``CopyService.load``.
         """
         assert point.tail is not None
-        path = point.page.path()
+        path = self._trie.path(point.page)
         checksums: dict[int, Any] | None = None
         if point.checksums is not None:
-            checksums = dict(enumerate([*(page.checksum for page in path), *point.checksums]))
-        units = [page.unit for page in path]
-        self._host.load_point(units, point.tail, slots, self._swa_map(), first_page, checksums)
+            checksums = dict(enumerate([*map(self._checksums.get, path), *point.checksums]))
+        self._host.load_point(path, point.tail, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
         self.loaded = True
         self.counters.add("verified", int(checksums is not None))
@@ -350,10 +357,9 @@ class SessionStore:
         alone = (first_page + 1) * self._page == point.tokens
         self.counters.record_hit("window" if alone else "pages", tokens, nbytes)
 
-    @staticmethod
-    def stands(point: Point) -> bool:
+    def stands(self, point: Point) -> bool:
         """Returns whether ``point`` was not let go."""
-        return point.page.point is point
+        return self._trie.stands(point)
 
     def supersede(self, point: Point) -> None:
         """Lets a point go before others: a later one of its request is kept."""
@@ -370,8 +376,8 @@ class SessionStore:
         """
         if hints.rank not in HELD:
             return hints
-        known = [] if last is None else last.path()
-        pages = self.order.held_pages + sum(not page.holds for page in known) + new
+        known = [] if last is None else self._trie.path(last)
+        pages = len(self.order.held_pages) + sum(page not in self.order.held_pages for page in known) + new
         windows = self.order.held_points + (point is None or point.order[0] not in HELD)
         if 2 * (pages + windows * self._in_tail) <= self._most:
             return hints
@@ -420,18 +426,18 @@ class SessionStore:
         missing = units - pool.available
         over = self._held + units - self._most if for_point else 0
         points, found = iter(self.order), list[Point]()
-        going, gone = set[Point](), dict[Page, int]()
+        gone = dict[Page, int]()
         while over > 0 or missing > 0:
             point = next(points, None)
             if point is None or (most is not None and point.order > most):
                 return None
-            waits = not for_point and pool.is_shared(point.page.unit)  # its copy has these units
+            waits = not for_point and pool.is_shared(point.page)  # its copy has these units
             if point.tail is None and (waits or self._trie.is_used(point.page)):
                 continue  # without it there is no more room
             found.append(point)
-            freed = self._trie.freed_with(point, going, gone)
+            freed = self._trie.freed_with(point, gone)
             tail = len(point.tail or ())
-            missing -= tail + sum(not pool.is_shared(page.unit) for page in freed)
+            missing -= tail + sum(not pool.is_shared(page) for page in freed)
             over -= tail + len(freed)
         return found
 
@@ -446,7 +452,9 @@ class SessionStore:
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
-        self._memory.pool.forget([page.unit for page in pages])
+        self._memory.pool.forget(pages)
+        for page in pages if self._checksums else ():
+            self._checksums.pop(page, None)
 
     def end_pass(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, drops all points if the weights changed, and makes room ahead.
@@ -474,13 +482,13 @@ class SessionStore:
         if not self._host.true_on_every_rank(all(right)):
             for (first, point, _), mine in zip(unchecked, right, strict=True):
                 if not self._host.true_on_every_rank(mine):
-                    self._drop(first, point)
+                    self._drop(self._trie.named(first), point)
         if self._memory.arena.board is not None:
             self._expire()
 
     def _drop(self, first: Page | None, point: Point) -> None:
         """Lets go of all that a wrong save wrote: the pages from ``first`` on, if any, and the window of ``point``."""
-        behind = [point] if first is None else [page.point for page in self._trie.below(first)]
+        behind = [point] if first is None else [self._trie.point.get(page) for page in self._trie.below(first)]
         for one in behind:
             if one is not None and self.stands(one):
                 self._let_go(one, "fault")
@@ -503,7 +511,8 @@ class SessionStore:
         if self._windows:
             self.counters.add("evicted", self._windows, reason)
         self._memory.pool.forget([*self._tails()])
-        self._memory.pool.forget([page.unit for page in self._trie.clear()])
+        self._memory.pool.forget(self._trie.clear())
+        self._checksums.clear()
         self.order.clear()
         self._at.clear()
         self._pages = self._windows = 0
@@ -511,19 +520,16 @@ class SessionStore:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""
-        pages = list(self._trie.pages())
-        points = set(self.order)
+        self._trie.check_integrity()
+        pages, points = self._trie.pages(), set(self.order)
         assert sum(point.tail is not None for point in points) == self._windows
         assert all(len(point.tail) == self._in_tail for point in points if point.tail is not None)
         assert len(pages) == self._pages, (len(pages), self._pages)
-        assert points == {page.point for page in pages if page.point is not None}
-        assert all(page.children or page.point for page in pages), "a page that nothing needs"
+        assert points == set(self._trie.point.values())
+        assert self._checksums.keys() <= set(pages)
+        held = (point for point in points if point.order[0] in HELD)
+        assert self.order.held_pages == Counter(page for point in held for page in self._trie.path(point.page))
         assert {point: point.node for point in points if point.node is not None} == {
             point: node for node, point in self._at.items() if point.tail is not None
         }
         assert self._trie.used is None
-
-
-def _depth(page: Page | None) -> int:
-    """Counts the pages up to ``page``; none before the first."""
-    return 0 if page is None else page.depth

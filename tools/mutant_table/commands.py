@@ -56,7 +56,7 @@ MUTANTS = (
     *seeded("metrics.py", "livetest/test_retract_stats.py::test_sessions_are_read_by_kind_and_only_where_they_are_kept",
         ("counts-kept-from-their-series", "child).inc(more)", "child).inc()")),
     *seeded("settings.py", "test_settings.py::test_good_values",
-        ("off-has-no-bound", "        return OFF\n", "        return None\n")),
+        ("off-has-no-bound", '{"off": OFF, ', '{"off": Sessions(), ')),
     *seeded("testing/demo_sessions.py", "test_cli_demo.py::test_a_page_that_stays_behind_is_a_leak",
         ("blocks-left-by-a-flush-not-counted", "result.leaks = left + held +", "result.leaks = left +")),
     *seeded("testing/integrity.py", "engine/test_world.py::test_what_becomes_free_in_v41_holds_garbage",

@@ -133,7 +133,7 @@ def save_retracted(batch: Any, idx: int) -> None:
     if plain.sessions is not None and may_share(req):
         tokens = req.origin_input_ids + req.output_ids
         with plain.sessions.pages_of(namespace(req), tokens, len(slots)) as known:
-            copy = copy_on_every_rank(plain.pool, plain.host, slots, slot, [page.unit for page in known])
+            copy = copy_on_every_rank(plain.pool, plain.host, slots, slot, known)
             plain.sessions.add_checksums(copy, known)
     else:
         copy = copy_on_every_rank(plain.pool, plain.host, slots, slot)

@@ -70,7 +70,7 @@ class OneRank:
 
     def index(self) -> list[Any]:
         """Returns everything that both ranks must have alike."""
-        paths = [[page.unit for page in point.page.path()] for point in self.store.order]
+        paths = [self.store._trie.path(point.page) for point in self.store.order]
         return [
             (*point.order, point.number, point.tail, path) for point, path in zip(self.store.order, paths, strict=True)
         ]

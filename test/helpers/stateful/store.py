@@ -137,9 +137,9 @@ class StoreLives(RuleBasedStateMachine):
         self.device.remember()
         tokens, behind = tokens_of(prompt), self.given.get(way[near]) if near < len(way) else None
         done["kept behind a point"] += behind is not None
-        ends_here = behind is not None and behind.page.depth == len(way)
+        ends_here = behind is not None and behind.tokens == PAGE * len(way)
         stands = behind is not None and self.store.stands(behind)
-        expected_behind = self.expected.find(way[: behind.page.depth]) if stands else None
+        expected_behind = self.expected.find(way[: behind.tokens // PAGE]) if stands else None
         if ends_here and (behind.tail is not None or not window) and self.store.keep_again(behind, hints):
             point = behind
             done["kept again"] += 1
@@ -161,20 +161,18 @@ class StoreLives(RuleBasedStateMachine):
         assert point is None or point.tokens == PAGE * len(way)
         self._did(f"keep {how}")
 
-    def _nothing_else_is_written(self, before: torch.Tensor, held: set[tuple[Any, int]]) -> None:
+    def _nothing_else_is_written(self, before: torch.Tensor, held: list[tuple[Any, int]]) -> None:
         """Asserts that units with the same holders as before have the same bytes."""
-        for _, unit in held & self._held_units():
+        now = {(id(holder), unit) for holder, unit in self._held_units()}
+        for unit in (unit for holder, unit in held if (id(holder), unit) in now):
             here = slice(unit * self.unit, (unit + 1) * self.unit)
             assert torch.equal(before[here], self.memory.arena.region[here]), f"unit {unit} was written"
 
-    def _held_units(self) -> set[tuple[Any, int]]:
-        """Returns the units of copies, pages and points, each with its holder."""
-        held = {(away, unit) for away in self.retracts for unit in away.copy.units}
-        for page in self.store._trie.pages():
-            held.add((page, page.unit))
-            if page.point is not None:
-                held |= {(page.point, unit) for unit in page.point.tail or ()}
-        return held
+    def _held_units(self) -> list[tuple[Any, int]]:
+        """Returns the units of copies, pages and points, each with its holder, of a page its name."""
+        held: list[tuple[Any, int]] = [(away, unit) for away in self.retracts for unit in away.copy.units]
+        held += [(self.store._trie.name(page), page) for page in self.store._trie.pages()]
+        return held + [(point, unit) for point in self.store.order for unit in point.tail or ()]
 
     @precondition(lambda self: self.expected.points)
     @rule(which=st.integers(0, 11), first=st.integers(0, 4))
@@ -244,7 +242,7 @@ class StoreLives(RuleBasedStateMachine):
         needs = count - len(known)
         shared = [self.expected.pages[key] for key in known]
         with self.store.pages_of(prompt[0], tokens_of(prompt), tokens) as pages:
-            copy = self._save(slots, slot, [page.unit for page in pages])
+            copy = self._save(slots, slot, pages)
             self.store.add_checksums(copy, pages)
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
@@ -303,15 +301,13 @@ class StoreLives(RuleBasedStateMachine):
         if not self.expected.points:
             return
         kept = self.expected.points[which % len(self.expected.points)]
-        point = next(
-            point for point in self.store.order if point.page.path()[-1].key is not None and self._is(point, kept)
-        )
+        point = next(point for point in self.store.order if self._is(point, kept))
         self.store.supersede(point)
         self.expected.supersede(kept)
         self._did("supersede")
 
     def _is(self, point: Any, kept: Kept) -> bool:
-        return point.page is self.store._trie.walk(kept.prompt[0], self._keys(kept))[len(kept.way) - 1]
+        return point.page == self.store._trie.walk(kept.prompt[0], self._keys(kept))[len(kept.way) - 1]
 
     def _keys(self, kept: Kept) -> list[bytes]:
         return list(self.store._trie.keys(tokens_of(kept.prompt), len(kept.way) * PAGE))

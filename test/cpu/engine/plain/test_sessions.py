@@ -184,7 +184,7 @@ def test_every_session_that_is_loaded_is_compared(monkeypatch):
     again = world.second_turn(req, range(40), max_new=3)
     world.run()
     assert again.finished() and store.counters.verified == 1 and serving(world).host.counters.verified == 2
-    serving(world).host.memory.bytes_of(next(iter(store._trie.pages())).unit)[5] ^= 1
+    serving(world).host.memory.bytes_of(next(iter(store._trie.pages())))[5] ^= 1
     forget(world)
     world.second_turn(again, range(40), max_new=3)
     with pytest.raises(VerifyMismatch, match="changed since the save: tokens 0 to 256 "):
