@@ -200,6 +200,9 @@ class SessionCounters(Counts):
     evicted: Counter[str] = counter(
         "session_evicted_total", "Points that were evicted, by reason.", "reason", known=EVICTIONS
     )
+    crowded: int = counter(
+        "session_crowded_total", "Requests that ended in one pass with so many others that their answers were not kept."
+    )
     hints: Counter[tuple[str, str]] = counter(
         "session_hints_total", "Hints of requests, by what became of them.", "type", "outcome", known=HINTS
     )

@@ -8,7 +8,7 @@ import pytest
 from plain_world import forget, nothing_is_held, over, run_until, serving, small_world, world_with_sessions
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_dsv4.engine.plain import start
+from sglang_dsv4.engine.plain import sessions, start
 
 ON = "sessions: the cache of requests that end stays on the host"
 REFUSED: dict[str, dict[str, Any]] = {
@@ -123,3 +123,21 @@ def test_a_retracted_request_that_goes_on_from_a_session_keeps_its_first_count()
     forget(world)
     world.run()
     assert store.counters.hits and (second.cached_tokens_device, second.cached_tokens_host) == told
+
+
+@pytest.mark.parametrize("hints", [{}, {"kv.retain": {}}])
+def test_of_a_crowd_that_ends_in_one_pass_some_leave_their_prompts_alone(
+    hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save takes 0.3 ms of the scheduler, and 256 would hold a pass up for 75; who asks to be kept is."""
+    monkeypatch.setattr(sessions, "MOST_ENDS", 2)
+    world, store = world_with_sessions(pages=80, swa_pages=40)
+    crowd = [world.submit(range(2000 * number, 2000 * number + 1100), max_new=300, hints=hints) for number in range(5)]
+    world.run()
+    ends = sorted(point.tokens for point in store.order)
+    assert all(req.finished() for req in crowd) and store.counters.crowded == (0 if hints else 3)
+    assert ends == [1024] * 5 + [1280] * (5 if hints else 2)
+    second = world.second_turn(crowd[-1], range(50), max_new=3)
+    forget(world)
+    world.run()
+    assert second.cached_tokens_host == (1280 if hints else 1024)
