@@ -217,10 +217,13 @@ class Crowd(Scene):
         return [*room(most, most * (longest + 2 * PAGE)), "--swa-full-tokens-ratio", "0.3", "--stream-interval", "64"]
 
     def run(self, url: str, size: int, seed: str, counts: bool) -> Measured:
-        """Sends ``--requests`` times as many as run; as many in the round that does not count."""
-        more = {"requests": size * (self.arguments.requests if counts else 1), "concurrency": size, "seed": seed}
+        """Sends ``--requests`` times as many as run, of the same lengths in each round: other lengths would compile."""
+        more = {"requests": size * self.arguments.requests, "concurrency": size}
         arguments = argparse.Namespace(**vars(self.arguments) | more)
-        run = Run(Load.of(arguments), arguments, url, None, None).execute(f"{size} running")
+        load, words = Load.of(arguments), self.arguments.vocabulary - 10
+        turn = random.Random(seed).randrange(words)
+        load.prompts = [[10 + (token + turn) % words for token in tokens] for tokens in load.prompts]
+        run = Run(load, arguments, url, None, None).execute(f"{size} running")
         rate = sum(len(answer.tokens) for answer in run.answers) / run.seconds
         latencies = [(answer.arrived[-1][0] - answer.sent) * 1e3 for answer in run.answers if answer.arrived]
         return {**count_outcomes(run.answers), "seconds": run.seconds, "tokens_a_second": rate}, latencies

@@ -243,9 +243,8 @@ def _sessions(plan: Plan) -> str:
     for row in plan.sessions:
         saves = (size(row.first_bytes), size(row.point_bytes), size(row.turn_bytes))
         rows.append((f"{row.tokens:,}", *saves, f"{row.a_gib:,.1f}", row.settings["DSV4_HOST_GB"]))
-    others = " ".join(f"{name}={text}" for name, text in first.settings.items() if name != "DSV4_HOST_GB")
     note = (
         f"DSV4_HOST_GB: {first.sessions:,} sessions of {first.points} points and {first.requests:,} retracted requests;"
-        f" goes with {others}"
+        " a prefill server needs DSV4_SESSIONS=auto, too"
     )
     return table("Sessions: finished requests whose cache stays on the host", columns, rows, (), note)

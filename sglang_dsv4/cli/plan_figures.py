@@ -162,7 +162,7 @@ def session_figures(geometry: Geometry, tokens: int, sessions: int, requests: in
         tokens, (pages + tail) * units.nbytes, tail * units.nbytes,
         TURN, (TURN // geometry.page_size + tail) * units.nbytes,
         sessions, POINTS, GIB / (one * units.nbytes), requests,
-        {"DSV4_HOST_GB": _gigabytes(host_bytes), "DSV4_SESSIONS": "auto"},
+        {"DSV4_HOST_GB": _gigabytes(host_bytes)},
     )  # fmt: skip
 
 

@@ -237,7 +237,7 @@ def test_a_session_costs_its_pages_and_a_window_a_point(planned, tokens):
 @pytest.mark.parametrize(("sessions", "requests"), [(1, 1), (64, 16), (1000, 3)])
 def test_the_settings_say_the_least_hundredths_that_hold_sessions_and_copies(tokens, sessions, requests):
     figure = plan_figures.session_figures(read_model("flash", Variant()).geometry, tokens, sessions, requests)
-    assert read_settings(figure.settings).sessions is None
+    assert read_settings(figure.settings).sessions.kept
     wanted = sessions * (tokens // 256 + 2 * 5) + requests * flash_units(tokens - 1)
     assert reserved(figure.settings, less=0.01) < wanted <= reserved(figure.settings)
 
@@ -254,7 +254,7 @@ def test_the_command_to_paste_has_room_for_sessions(planned, capsys):
     found = planned(*argv)
     host_gb = found["sessions"][1]["settings"]["DSV4_HOST_GB"]
     assert float(host_gb) > float(found["requests"][1]["settings"]["DSV4_HOST_GB"])
-    wanted = f"sglang-dsv4 serve --dsv4-host-gb {host_gb} --dsv4-sessions auto --model-path MODEL"
+    wanted = f"sglang-dsv4 serve --dsv4-host-gb {host_gb} --model-path MODEL"
     assert found["command"] == f"{wanted} --tp 1"
     assert main(["plan", *argv]) == 0
     text = capsys.readouterr().out
