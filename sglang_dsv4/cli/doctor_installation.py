@@ -12,7 +12,7 @@ from importlib.metadata import version
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.early_send import switch as early_send_switch
 from sglang_dsv4.engine.hooks.table import hooks_for
-from sglang_dsv4.engine.releases import TESTED, current, is_supported
+from sglang_dsv4.engine.releases import TESTED, engine_release, is_supported
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
@@ -159,7 +159,7 @@ def early_send() -> Checks:
         return
     boot()
     switch = early_send_switch()
-    if settings_or_defaults().layout == "page-major" and current().nixl_gets_the_event:
+    if settings_or_defaults().layout == "page-major" and engine_release().nixl_gets_the_event:
         yield Check("early send", OK, "a page-major prefill server waits for the forward that writes what it sends")
     elif not switch.get():
         yield Check("early send", OK, f"{switch.name}=0: what is sent has been written")

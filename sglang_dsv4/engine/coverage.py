@@ -45,7 +45,7 @@ class Launch:
     pdmux: bool
     several_drafts: bool  # models, each with a pool
     hisparse: bool
-    release: Any  # ``releases.current()``
+    release: Any  # ``releases.engine_release()``
     share: str  # DSV4_SHARE
     envs: Any
 
@@ -85,7 +85,7 @@ def launch(**known: Any) -> Launch:
     from sglang.srt.environ import envs  # noqa: PLC0415
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: PLC0415
 
-    from sglang_dsv4.engine.releases import current  # noqa: PLC0415
+    from sglang_dsv4.engine.releases import engine_release  # noqa: PLC0415
     from sglang_dsv4.settings import read_settings  # noqa: PLC0415
 
     spec = context.get_spec()
@@ -100,7 +100,7 @@ def launch(**known: Any) -> Launch:
         "pdmux": context.get_disagg().enable_pdmux,
         "several_drafts": spec.enable_multi_layer_eagle,
         "hisparse": context.get_memory().enable_hisparse,
-        "release": current(),
+        "release": engine_release(),
         "share": read_settings().share,
         "envs": envs,
     }

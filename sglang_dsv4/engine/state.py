@@ -1,6 +1,6 @@
 """Keeps this package's state of the one server in a process, and of each request.
 
-``server`` is the one of this process; the scheduler's thread owns it. ``of`` gives a request's own.
+``server`` is the one of this process; the scheduler's thread owns it. ``request_state`` gives a request's own.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RequestState:
 server = Server()
 
 
-def of(req: Any) -> RequestState:
+def request_state(req: Any) -> RequestState:
     """Returns the state of ``req``, made at the first call."""
     found: RequestState | None = getattr(req, NAME, None)
     if found is None:

@@ -17,7 +17,7 @@ import torch
 
 from sglang_dsv4.engine.metadata.attach import layout_of
 from sglang_dsv4.engine.metadata.graphs import GraphPrep
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Lengths, PrepLayout, Step, Tables
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
@@ -104,7 +104,7 @@ class Engine:
         self.backend = DeepseekV4AttnBackend.__new__(DeepseekV4AttnBackend)
         # The engine's own constructor: the hooked one gives the backend this package's builder.
         inspect.unwrap(DeepseekV4AttnBackend.__init__)(self.backend, runner)
-        self.release = current()
+        self.release = engine_release()
         self._draw = np.random.default_rng(1)
         self.requests.req_to_token.random_(0, sizes.pages * PAGE)
 

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.testing.forward import Forward, WrongRows
 from sglang_dsv4.testing.integrity import Pages, check_requests, check_tree, poison
@@ -232,7 +232,7 @@ class PlainWorld:
         """Returns the full slots that the tree gives a new request for ``tokens``."""
         probe = _probe(tokens)
         probe.init_next_round_input(self.tree)
-        return current().prefix(self.tree, probe).to(torch.int64)
+        return engine_release().prefix(self.tree, probe).to(torch.int64)
 
     # ---------------------------------------------------------------------------------- checks
 

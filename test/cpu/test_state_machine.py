@@ -16,7 +16,7 @@ from stateful.pool import SPEC, UNEVEN_SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.testing.standalone import PoolSpec
 
@@ -76,12 +76,12 @@ def test_random_lives_of_a_plain_server() -> None:
 
 def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_dsv4.engine.plain.sessions.FEWEST_TOKENS", sessions.FEWEST)
-    has_window, longest = current().has_window, SessionStore.longest
+    has_window, longest = engine_release().has_window, SessionStore.longest
 
     def both_ways(tree: Any, req: Any, first: int, end: int) -> bool:
         found = has_window(tree, req, first, end)
         if end == req.kv.cache_protected_len:
-            gone = tree.tree_core.swa_tombstone_ranges(current()._key(tree, req, end), first, end)
+            gone = tree.tree_core.swa_tombstone_ranges(engine_release()._key(tree, req, end), first, end)
             assert found == (not gone)
             sessions.done["windows at the node"] += 1
         return found
@@ -93,7 +93,7 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
         sessions.done["looked up again"] += before is not None
         return found
 
-    monkeypatch.setattr(current(), "has_window", both_ways)
+    monkeypatch.setattr(engine_release(), "has_window", both_ways)
     monkeypatch.setattr(SessionStore, "longest", longest_both_ways)
     usually = ("submit", "extend", "decode", "turn", "hits", "most points", *AT_NODES)
     if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 160:

@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.engine.retract.save import copy_of
-from sglang_dsv4.engine.state import SentBack, of
+from sglang_dsv4.engine.state import SentBack, request_state
 
 logger = logging.getLogger(__name__)
 ROOMS_APART = 1 << 40
@@ -28,14 +28,14 @@ ROOMS = 1 << 63  # they travel as int64
 
 def hold_for_recompute(queue: Any, req: Any) -> None:
     """Keeps ``req``, which was just retracted and has no copy, until ``send_held``."""
-    of(req).held = True
+    request_state(req).held = True
     req.time_stats.set_retract_time()
     queue.hold_rebootstrap(req)
 
 
 def is_held(req: Any) -> bool:
     """Returns whether ``hold_for_recompute`` keeps ``req``; an operator's pause holds requests in the same place."""
-    return of(req).held
+    return request_state(req).held
 
 
 def send_held(queue: Any) -> None:
@@ -56,24 +56,24 @@ def prepare_recompute(req: Any) -> None:
     for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
     """
     if is_held(req):
-        of(req).held = False
+        request_state(req).held = False
         if req.output_ids:
             req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
         req.pd_rebootstrap_in_progress = True
-    rank = of(req).prefill_rank
+    rank = request_state(req).prefill_rank
     if rank is None:
         return
     req.disagg_prefill_dp_rank = rank
-    last = of(req).sent_back or SentBack(req.bootstrap_room, 0)
+    last = request_state(req).sent_back or SentBack(req.bootstrap_room, 0)
     now = SentBack(last.first_room, last.times + 1)
-    of(req).sent_back = now
+    request_state(req).sent_back = now
     up = now.first_room + ROOMS_APART * now.times
     req.bootstrap_room = up if up < ROOMS else now.first_room - ROOMS_APART * now.times
 
 
 def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
     """Runs AFTER Req.build_rebootstrap_payload: sets a new id, and the rank."""
-    sent_back = of(req).sent_back
+    sent_back = request_state(req).sent_back
     if sent_back is not None:
         payload["rid"] = f"{payload['rid']}-{sent_back.times}"
         payload["routed_dp_rank"] = req.disagg_prefill_dp_rank
@@ -86,7 +86,7 @@ def remember_rank(queue: Any, decode_req: Any) -> None:
     """
     rank = getattr(decode_req.kv_receiver, "prefill_dp_rank", None)
     if rank is not None:
-        of(decode_req.req).prefill_rank = rank
+        request_state(decode_req.req).prefill_rank = rank
 
 
 def handle_pd_role_switch(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.memory import ranks_of
 from sglang_dsv4.engine.metadata.graphs import GraphPrep
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.releases.base import Release
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import LayoutRefused
@@ -99,7 +99,7 @@ def attach_builder(result: Any, backend: Any, model_runner: Any, *_: Any, **__: 
     if reason:
         _say_refused(reason)
         return
-    release = current()
+    release = engine_release()
     layout = layout_of(backend, release)
     GraphPrep(release, layout, backend.req_to_token.device).attach(backend)
     if draft:

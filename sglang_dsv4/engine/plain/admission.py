@@ -24,7 +24,7 @@ from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.plain import hicache, room, sessions
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 
 Original = Callable[..., Any]
 
@@ -92,7 +92,7 @@ class _Admission:
     """Tries once to give a request the pages of its copy."""
 
     def __init__(self, plain: PlainServing, saved: Saved, adder: Any) -> None:
-        self.release, self.saved, self.adder = current(), saved, adder
+        self.release, self.saved, self.adder = engine_release(), saved, adder
         self.tree = adder.tree_cache
         self.allocator = adder.token_to_kv_pool_allocator
         self.prefix = self.release.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
@@ -139,7 +139,7 @@ def _pass_is_full(adder: Any) -> bool:
     if most is not None and taken >= most:
         return True
     if chunk is not None:
-        return bool(chunk < current().smallest_chunk(adder))
+        return bool(chunk < engine_release().smallest_chunk(adder))
     return bool(taken and adder.page_size >= adder.rem_input_tokens)
 
 

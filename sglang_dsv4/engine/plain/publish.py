@@ -23,8 +23,8 @@ from typing import Any
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.engine.plain.sessions import end_prompt, keep_finished, tell_node
-from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.releases import engine_release
+from sglang_dsv4.engine.state import request_state
 
 Original = Callable[..., Any]
 
@@ -32,7 +32,7 @@ Original = Callable[..., Any]
 def keep_from_tree(req: Any, tokens: int) -> None:
     """Keeps a request restored with ``tokens`` tokens from publishing while it runs."""
     if not req.skip_radix_cache_insert:  # the engine itself keeps some requests from the tree for good
-        of(req).restored = tokens
+        request_state(req).restored = tokens
         req.skip_radix_cache_insert = True
 
 
@@ -42,7 +42,7 @@ def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoin
     At a finish the request may publish, and its session is kept; a retract only ends its mark.
     """
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
-    tokens, of(req).restored = of(req).restored, None
+    tokens, request_state(req).restored = request_state(req).restored, None
     if tokens is not None:
         req.skip_radix_cache_insert = False
         if plain is not None and checkpoint:
@@ -61,7 +61,7 @@ def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoin
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
-    release, geometry = current(), plain.host.buffers.geometry
+    release, geometry = engine_release(), plain.host.buffers.geometry
     half = half_loaded_page(geometry, tokens)
     if half is not None and release.cursor(req) <= half:
         release.free_swa_page(tree, req, half)

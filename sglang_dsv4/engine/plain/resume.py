@@ -25,7 +25,7 @@ from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.engine.plain.publish import keep_from_tree
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of, sweep
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 
 Original = Callable[..., Any]
 
@@ -91,7 +91,7 @@ def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> An
     The earlier owner of a row may still be in a forward, which writes the state kept by row. The writes here come
     after it: their copies were loaded in this pass, and a load puts the current stream behind the forwards.
     """
-    current().recall(batch, scheduler)
+    engine_release().recall(batch, scheduler)
     # Not process_prebuilt: a grammar has accepted this token before the retract.
     tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], pin_memory=torch.cuda.is_available())
     tokens = tokens.to(batch.device, non_blocking=True)  # else the host would wait for load and forward

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 
 
 def fits(adder: Any, req: Any, full: int, swa: int, extend: int) -> bool:
@@ -19,7 +19,7 @@ def fits(adder: Any, req: Any, full: int, swa: int, extend: int) -> bool:
         room = min(adder.cur_rem_tokens, adder.rem_total_tokens) >= full + 2 * page
     else:
         room = adder.rem_total_tokens > full + extend + _answer_reserve(req) + page
-    return bool(room) and int(adder.memory_budget.remaining_swa) > swa + current().swa_asked(adder, req)
+    return bool(room) and int(adder.memory_budget.remaining_swa) > swa + engine_release().swa_asked(adder, req)
 
 
 def can_be_freed(tree: Any, allocator: Any, full: int, swa: int) -> bool:
@@ -37,7 +37,7 @@ def make_room(tree: Any, allocator: Any, full: int, swa: int) -> None:
     """
     full, swa = full - allocator.full_available_size(), swa - allocator.swa_available_size()
     if full > 0 or swa > 0:
-        current().evict(tree, max(full, 0), max(swa, 0))
+        engine_release().evict(tree, max(full, 0), max(swa, 0))
 
 
 def take_slots(allocator: Any, prefix: torch.Tensor, tokens: int, cursor: int) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from sglang_dsv4.engine.retract.save import (
     saved_tokens,
     turned_out_wrong,
 )
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -171,7 +171,7 @@ def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
 
 def may_share(req: Any) -> bool:
     """Returns whether other requests may have the cache of ``req``."""
-    kept_out = req.skip_radix_cache_insert and of(req).restored is None  # a restored one is, while it runs
+    kept_out = req.skip_radix_cache_insert and request_state(req).restored is None  # a restored one is, while it runs
     streams = req.session is not None and req.session.streaming
     return not (kept_out or streams or req.positional_embed_overrides is not None) and keeps_its_tokens(req)
 

@@ -30,8 +30,8 @@ import torch
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain import room
 from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of
-from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.releases import engine_release
+from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.errors import AnotherRank, IndexMismatch, WindowNotMapped
 from sglang_dsv4.sessions.hints import HELD, Hints, hints_of
 from sglang_dsv4.sessions.order import PLAIN
@@ -52,7 +52,7 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
     result = original(req, tree_cache)
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
     # A request that came back from a copy has a window that was loaded in part.
-    if plain is None or plain.sessions is None or of(req).restored is not None:
+    if plain is None or plain.sessions is None or request_state(req).restored is not None:
         return result
     # The last chunk's forward is over here. Another may be in flight, and no save is ordered behind it; where a request
     # is prefilled again with its output, there are such chunks behind its prompt, too.
@@ -63,16 +63,16 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
         tell_node(plain.sessions, req)
         end_prompt(plain.sessions, req)
     elif start < req.extend_end:  # else it is asked again about the same chunk, for its transfer
-        of(req).chunks.append(start)
+        request_state(req).chunks.append(start)
         _keep_pages(plain, plain.sessions, req, tree_cache)
     return result
 
 
 def end_prompt(store: SessionStore, req: Any) -> None:
     """Lets the pages go that were kept of the prompt of ``req``, unless its end was kept, too."""
-    if of(req).partial is not None:
-        store.drop_part(of(req).partial)
-    of(req).chunks, of(req).partial, of(req).too_long = [], None, False
+    if request_state(req).partial is not None:
+        store.drop_part(request_state(req).partial)
+    request_state(req).chunks, request_state(req).partial, request_state(req).too_long = [], None, False
 
 
 def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -> None:
@@ -81,9 +81,9 @@ def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -
     The chunks in flight, and all behind them, are still being written. A prompt that finds no room as a whole takes
     none from others.
     """
-    if of(req).too_long or not may_share(req):
+    if request_state(req).too_long or not may_share(req):
         return
-    chunks, in_flight = of(req).chunks, plain.host.context.steps_in_flight(req)
+    chunks, in_flight = request_state(req).chunks, plain.host.context.steps_in_flight(req)
     computed = int(req.extend_end)
     if in_flight:
         computed = chunks[-in_flight] if in_flight <= len(chunks) else 0
@@ -93,15 +93,15 @@ def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -
     if end <= kept:
         return
     missing = store.last_end(len(req.full_untruncated_fill_ids) - 1) - kept
-    of(req).too_long = not store.make_room_for(missing // tree.page_size, _hints_of_part(store, req), last)
-    if not of(req).too_long:
-        of(req).partial = _keep(plain, store, req, tree, end, window=False) or of(req).partial
+    request_state(req).too_long = not store.make_room_for(missing // tree.page_size, _hints_of_part(store, req), last)
+    if not request_state(req).too_long:
+        request_state(req).partial = _keep(plain, store, req, tree, end, window=False) or request_state(req).partial
 
 
 def _last(store: SessionStore, req: Any) -> Point | None:
     """Returns the last point of ``req`` that is still here: its own, or the one that it was looked up at."""
-    found = of(req).point
-    points = (of(req).kept, of(req).partial, found and found.point)
+    found = request_state(req).point
+    points = (request_state(req).kept, request_state(req).partial, found and found.point)
     here = (point for point in points if point is not None and store.stands(point))
     return max(here, key=lambda point: point.tokens, default=None)
 
@@ -121,16 +121,16 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
 
 def tell_node(store: SessionStore, req: Any) -> None:
     """Tells ``store`` where ``req`` ends in the tree: its next turn is looked up from there on."""
-    if of(req).kept is not None:
-        store.remember_node(of(req).kept, req.last_node, int(req.kv.cache_protected_len))
+    if request_state(req).kept is not None:
+        store.remember_node(request_state(req).kept, req.last_node, int(req.kv.cache_protected_len))
 
 
 def _keep_own(plain: PlainServing, store: SessionStore, req: Any, tree: Any, computed: int) -> None:
     """Keeps the last page end of the first ``computed`` tokens; an earlier one of ``req`` is wanted less then."""
-    before, point = of(req).kept, _keep(plain, store, req, tree, store.last_end(computed))
+    before, point = request_state(req).kept, _keep(plain, store, req, tree, store.last_end(computed))
     if before is not None and point not in (None, before):
         store.supersede(before)
-    of(req).kept = point or before
+    request_state(req).kept = point or before
 
 
 def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int, window: bool = True) -> Point | None:
@@ -141,7 +141,7 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
     is_there = known is not None and known.tokens == end and (known.tail is not None or not window)
     if is_there and store.keep_again(known, _hints(store, req)):
         return known
-    if window and not current().has_window(tree, req, window_start(plain.host.buffers.geometry, end), end):
+    if window and not engine_release().has_window(tree, req, window_start(plain.host.buffers.geometry, end), end):
         return None
     prompt = len(req.origin_input_ids)
 
@@ -163,7 +163,7 @@ def _hints_of_part(store: SessionStore, req: Any) -> Hints:
 
 def _hints(store: SessionStore, req: Any) -> Hints:
     """Returns the hints of ``req``, read and counted at the first call."""
-    state = of(req)
+    state = request_state(req)
     if state.hints is None:
         state.hints = hints_of(req.kv_hints, req.sampling_params.custom_params)
         store.counters.hinted(state.hints.outcomes)
@@ -211,7 +211,7 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
             continue
         if id(req) not in waiting or plain.saved_of(req) is not None:
             continue  # it was admitted, or has left
-        current().match(tree, req)
+        engine_release().match(tree, req)
         if _load(plain, store, tree, req, fits):
             return
 
@@ -224,7 +224,7 @@ def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any,
     """
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is not None and plain.sessions is not None and plain.sessions.loaded:
-        return current().keep_early_send(original, scheduler, req)
+        return engine_release().keep_early_send(original, scheduler, req)
     return original(scheduler, req, *args, **kwargs)
 
 
@@ -241,10 +241,10 @@ def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: C
 
 def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     """Returns the last point of ``req``; it is looked up again only where there may be another."""
-    known, tokens = of(req).point, req.full_untruncated_fill_ids
-    limit = current().match_limit(tree, req, len(tokens))
+    known, tokens = request_state(req).point, req.full_untruncated_fill_ids
+    limit = engine_release().match_limit(tree, req, len(tokens))
     if known is None or not store.is_current(namespace(req), known, limit):
-        known = of(req).point = store.longest(namespace(req), tokens, limit, req.last_node, known)
+        known = request_state(req).point = store.longest(namespace(req), tokens, limit, req.last_node, known)
         if known.point is not None:
             store.remember_node(known.point, req.last_node, int(req.prefix_len))
     return known.point
@@ -256,7 +256,7 @@ def tell_tiers(reqs: Iterable[Any]) -> None:
     Behind the engine's count, which is made once for each request, with its first chunk.
     """
     for req in reqs:
-        loaded, of(req).from_host = of(req).from_host, 0
+        loaded, request_state(req).from_host = request_state(req).from_host, 0
         if loaded and not req.retracted_stain:
             host = min(loaded, req.cached_tokens_device)
             req.cached_tokens_device -= host
@@ -273,14 +273,14 @@ class _Loading:
     def run(self, fits: Callable[[Point, int], bool]) -> None:
         """Loads, where there is room. fits: of the point, and the full tokens to be taken."""
         before, end = int(self.req.prefix_len), self.point.tokens
-        with current().full_pages(self.tree, self.req, end) as known:
+        with engine_release().full_pages(self.tree, self.req, end) as known:
             first = min(known.shape[0] // self.page, end // self.page - 1)  # the last page brings its window
             held = known[: first * self.page]
             if not fits(self.point, end - len(held)):
                 return
             room.make_room(self.tree, self.allocator, end - len(held), self.page)
             nbytes = self._into_new_pages(held, first)
-        current().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
+        engine_release().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
         if nbytes is None:
             return
         if self.req.prefix_len < end:
@@ -288,7 +288,7 @@ class _Loading:
             return
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.record_hit(self.point, end - before, first, nbytes)
-        of(self.req).from_host += end - before
+        request_state(self.req).from_host += end - before
         if not self.store.tells:
             return
         logger.info(
@@ -310,10 +310,10 @@ class _Loading:
             self.allocator.free(taken)
             self._give_up(type(error).__name__, str(error))
             return None
-        current().insert(self.tree, self.req, slots, len(held), end - self.page)
+        engine_release().insert(self.tree, self.req, slots, len(held), end - self.page)
         return nbytes
 
     def _give_up(self, reason: str, message: str) -> None:
         """Leaves the request to the engine, until another point comes; it would be loaded again in each pass."""
-        of(self.req).point = of(self.req).point._replace(point=None)
+        request_state(self.req).point = request_state(self.req).point._replace(point=None)
         self.plain.left_to_engine(reason, f"request {self.req.rid!r}: {message}")

@@ -14,7 +14,7 @@ from sglang_dsv4.engine.memory import ranks_of, reserve_host_memory
 from sglang_dsv4.engine.plain import publish
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.ranks import attention_ranks
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
@@ -61,7 +61,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     if prefills and reason is not None:
         _leave_sessions(reason)
         return
-    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler))
+    reserve_host_memory(pool, scheduler, engine_release().draft_pool(scheduler))
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.

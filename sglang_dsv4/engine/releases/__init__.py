@@ -36,7 +36,7 @@ def is_supported(version: str) -> bool:
 
 
 @functools.cache
-def current() -> Release:
+def engine_release() -> Release:
     """Returns the answers of the installed release. Raises ValueError for one before the window."""
     return release_for(engine_version())
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.engine.state import of, server
+from sglang_dsv4.engine.state import request_state, server
 
 logger = logging.getLogger(__name__)
 CARRIED = {  # of a draft input -> of a request, as a prefill server delivers it
@@ -112,15 +112,15 @@ def put_back(batch: Any, idx: int, in_flight: bool) -> None:
         if not (states and in_flight):
             states += _of_relay(server.draft_inputs.relay, batch.spec_info.future_indices[idx : idx + 1])
     if any(states):
-        of(req).draft_state = _send(req.seqlen - 1, states, step)
+        request_state(req).draft_state = _send(req.seqlen - 1, states, step)
 
 
 def restore_draft_state(req: Any) -> None:
     """Sets the sent state on a request that has a place again, in the attributes that the engine reads next."""
-    coming: Coming | None = of(req).draft_state
+    coming: Coming | None = request_state(req).draft_state
     if coming is None:
         return
-    of(req).draft_state = None
+    request_state(req).draft_state = None
     if coming.ready is not None:
         coming.ready.synchronize()
     lengths = [int(state.pop(LENGTH, coming.saved)) for state in coming.states]

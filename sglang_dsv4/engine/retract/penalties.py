@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from sglang_dsv4.engine.memory import host_of
-from sglang_dsv4.engine.state import Counted, of
+from sglang_dsv4.engine.state import Counted, request_state
 
 
 def after_init(result: Any, orchestrator: Any, vocab_size: int, batch: Any, penalizers: Any) -> None:
@@ -30,7 +30,7 @@ def after_init(result: Any, orchestrator: Any, vocab_size: int, batch: Any, pena
     samples = batch.forward_mode is not None and batch.forward_mode.is_extend()
     for row, req in enumerate(batch.reqs):
         if not req.output_ids:  # new, or the engine starts it anew
-            of(req).counted = Counted()
+            request_state(req).counted = Counted()
             continue
         counted = _of(req)
         counted.back = not samples and bool(counted.tokens)
@@ -59,7 +59,7 @@ def cumulate_penalty_output_tokens(original: Callable[..., Any], batch: Any) -> 
 
 
 def _of(req: Any) -> Counted:
-    state = of(req)
+    state = request_state(req)
     if state.counted is None:
         state.counted = Counted()
     return state.counted

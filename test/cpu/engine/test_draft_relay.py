@@ -24,7 +24,7 @@ from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draf
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from sglang_dsv4.engine.retract import drafts
-from sglang_dsv4.engine.state import of, server
+from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.errors import HostMemoryExhausted
 
 HIDDEN = (4 * 8,)
@@ -350,7 +350,7 @@ def test_without_a_copy_nothing_is_put_back() -> None:
     before = goes.hidden_states_tensor.clone()
     with mock.patch.object(decoder.world.host, "save", side_effect=HostMemoryExhausted("full")):
         decoder.retract(goes, requeue=False)
-    assert decoder.world.copy_of(goes) is None and not (of(goes).draft_state is not None)
+    assert decoder.world.copy_of(goes) is None and not (request_state(goes).draft_state is not None)
     assert torch.equal(goes.hidden_states_tensor, before)
 
 

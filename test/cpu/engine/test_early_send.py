@@ -11,12 +11,12 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 
 ROOM = 5
 
 pytestmark = pytest.mark.skipif(
-    not current().nixl_gets_the_event, reason="NIXL gets no event: page-major prefill servers are refused"
+    not engine_release().nixl_gets_the_event, reason="NIXL gets no event: page-major prefill servers are refused"
 )
 
 

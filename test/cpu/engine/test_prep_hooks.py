@@ -30,7 +30,7 @@ from sglang_dsv4.engine.coverage import launch
 from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.engine.metadata import attach, eager
 from sglang_dsv4.engine.metadata.attach import prep_of
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.state import server
 
 
@@ -42,7 +42,7 @@ def planners(monkeypatch):
 @pytest.mark.parametrize(("ratio", "ring", "rows"), [(4, 16, 10), (128, 256, 130)])
 def test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner(ratio, ring, rows):
     """``mtp_pad`` in its c_plan.cuh: whatever is accepted of a verified step, the next one finds its states."""
-    keep = current().kept_states
+    keep = engine_release().kept_states
     assert keep(ratio, ring) == rows
     assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
 

@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine.decode import recompute
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.state import request_state
 
 ROOM = 4711
 
@@ -93,10 +93,10 @@ def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch:
 def test_the_highest_rooms_stay_in_range() -> None:
     for room in (0, 1, recompute.ROOMS - 1, recompute.ROOMS - 2 * recompute.ROOMS_APART):
         req = SimpleNamespace(bootstrap_room=room, output_ids=[])
-        of(req).prefill_rank = 0
+        request_state(req).prefill_rank = 0
         seen = {room}
         for _ in range(50):
-            of(req).held = True
+            request_state(req).held = True
             recompute.prepare_recompute(req)
             assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
             seen.add(req.bootstrap_room)

@@ -9,13 +9,13 @@ import pytest
 from plain_world import ask, came_back, nothing_is_held, over, retracted, run_to, serving, small_world
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 
 
 def test_trap_9_the_cursor_outlives_the_batch() -> None:
     world, req = retracted(600)
     world.step()
-    assert current().cursor(req) == 256  # the page of position 600 - 127
+    assert engine_release().cursor(req) == 256  # the page of position 600 - 127
 
 
 def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:

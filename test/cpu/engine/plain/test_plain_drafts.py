@@ -11,7 +11,7 @@ from plain_world import forget, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine.plain.publish import half_loaded_page, pairs_tokens
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.testing.integrity import branches
 from sglang_dsv4.testing.ledger import parts
 from sglang_dsv4.testing.server import ServerSpec
@@ -72,7 +72,7 @@ def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
     """The last token has no key yet: where it fills a page, what could be published has lost its window."""
     world, req = retracted(500, new)
     world.run()
-    assert of(req).restored is None
+    assert request_state(req).restored is None
     assert all(any(branch.live) for branch in branches(world))
     nothing_is_held(world)
 

@@ -13,7 +13,7 @@ from plain_world import SMALL41, came_back, forget, live, nothing_is_held, over,
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine import coverage
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.testing.content import PrefixLedger
 from sglang_dsv4.testing.forward import Forward, WrongRows
 from sglang_dsv4.testing.ledger import Ledger
@@ -23,7 +23,9 @@ from sglang_dsv4.testing.standalone import boot
 WINDOW = 128
 REPLAY: dict[str, Any] = {**SMALL41, "replay": True}
 LENGTHS = (126, 127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513, 600, 601, 638, 639, 640)
-needs_replay = pytest.mark.skipif(current().replay_cuts_windows, reason="this release is left to the engine with it")
+needs_replay = pytest.mark.skipif(
+    engine_release().replay_cuts_windows, reason="this release is left to the engine with it"
+)
 
 
 def windows(lengths: list[int], ends: list[int]) -> list[set[int]]:
@@ -62,8 +64,8 @@ def test_an_extend_of_one_token_sees_its_whole_window_or_the_server_is_the_engin
     for tokens in range(1, 2 * 256 + WINDOW):
         found = windows([1, *beside], [tokens + 1, *beside])[0]
         whole = set(range(max(0, tokens + 1 - WINDOW), tokens + 1))
-        assert (found == whole) != current().replay_cuts_windows, tokens
-    assert bool(refusal(enable_decoder_swa_bounded_replay=True)) == current().replay_cuts_windows
+        assert (found == whole) != engine_release().replay_cuts_windows, tokens
+    assert bool(refusal(enable_decoder_swa_bounded_replay=True)) == engine_release().replay_cuts_windows
     assert "encoder" in refusal(enable_encoder_swa_bounded_replay=True)
 
 

@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from sglang_dsv4.engine.plain import resume, sessions
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.retract.stale import changing_weights
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.state import request_state
 
 PAGE = 256
 
@@ -243,7 +243,7 @@ def test_a_prompt_whose_beginning_the_device_has_is_kept_a_part_at_a_time(monkey
     world.run()
     assert [pages for pages, window in saves if not window] == [3] * 5
     store.check_integrity()
-    assert of(world.requests[1]).partial is None and all(point.tail is not None for point in store.order)
+    assert request_state(world.requests[1]).partial is None and all(point.tail is not None for point in store.order)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -266,12 +266,12 @@ def test_a_miss_is_looked_up_again_only_when_a_point_of_its_namespace_came() -> 
     waits = world.submit(range(5000, 10_000), max_new=3)
     waits.init_next_round_input(world.tree)
     sessions._longest(store, waits, world.tree)
-    found = of(waits).point
+    found = request_state(waits).point
     assert found.point is None
     store._let_go(next(iter(store.order)), "room")
     world.submit(range(20_000, 21_300), max_new=3, extra_key="other")
     sessions._longest(store, waits, world.tree)
-    assert of(waits).point is found, "a point went, and one came elsewhere"
+    assert request_state(waits).point is found, "a point went, and one came elsewhere"
 
 
 def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
@@ -288,9 +288,9 @@ def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
     world.run()
     cut, keys = [], store._trie.keys
     store._trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
-    assert not store.is_current(sessions.namespace(waits), of(waits).point, 0)
+    assert not store.is_current(sessions.namespace(waits), request_state(waits).point, 0)
     assert sessions._longest(store, waits, world.tree).tokens == 5888 and len(cut) <= 1
-    found = of(waits).point
+    found = request_state(waits).point
     assert store.is_current(sessions.namespace(waits), found, found.limit)
     assert not store.is_current(sessions.namespace(waits), found, found.limit + 1), "its prompt grew"
 

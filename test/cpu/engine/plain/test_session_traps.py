@@ -26,12 +26,14 @@ from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 
 from sglang_dsv4.engine.plain import room
 from sglang_dsv4.engine.plain.serving import may_share
-from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.retract.stale import changing_weights
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 
 TAIL = 6  # host units of a window: 263,464 bytes in units of 49,152, see test_store
-needs_replay = pytest.mark.skipif(current().replay_cuts_windows, reason="this release is left to the engine with it")
+needs_replay = pytest.mark.skipif(
+    engine_release().replay_cuts_windows, reason="this release is left to the engine with it"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,14 +97,14 @@ def test_trap_7_the_way_to_a_point_is_not_evicted_for_it():
     world.submit(range(1300), max_new=4)
     world.run()
     req = world.submit(range(1310), max_new=2)
-    current().match(world.tree, req)
-    with current().full_pages(world.tree, req, 1280) as held:
+    engine_release().match(world.tree, req)
+    with engine_release().full_pages(world.tree, req, 1280) as held:
         assert len(held) == 1280
         forget(world)
-        with current().full_pages(world.tree, req, 1280) as still:
+        with engine_release().full_pages(world.tree, req, 1280) as still:
             assert torch.equal(still, held)
     forget(world)
-    with current().full_pages(world.tree, req, 1280) as gone:
+    with engine_release().full_pages(world.tree, req, 1280) as gone:
         assert not len(gone)
 
 

@@ -12,8 +12,8 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_dsv4.engine.memory import reserve_host_memory
 from sglang_dsv4.engine.plain import sessions, start
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.releases import engine_release
+from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.sessions.trie import Trie
 
@@ -207,15 +207,15 @@ def test_a_save_is_a_line_of_the_log_where_each_request_is(told, verify, lines, 
 def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
     """No walk of the tree looks for it. The request's node tells of a prompt's window, where it ends there."""
     world, store = world_with_sessions()
-    asked, walked, has_window, key = [], [], current().has_window, current()._key
-    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[-1]), has_window(*a))[1])
-    monkeypatch.setattr(current(), "_key", lambda *a: (walked.append(a[-1]), key(*a))[1])
+    asked, walked, has_window, key = [], [], engine_release().has_window, engine_release()._key
+    monkeypatch.setattr(engine_release(), "has_window", lambda *a: (asked.append(a[-1]), has_window(*a))[1])
+    monkeypatch.setattr(engine_release(), "_key", lambda *a: (walked.append(a[-1]), key(*a))[1])
     req = world.submit(range(1300), max_new=5)
     world.run()
-    assert asked == [1280] and of(req).kept.tokens == 1280 and store._made == store.points == 1
+    assert asked == [1280] and request_state(req).kept.tokens == 1280 and store._made == store.points == 1
     other = world.submit(range(2000, 3300), max_new=300)
     world.run()
-    assert asked[1:] == [1280, 1536] and not walked and (of(other).kept.tokens, store.points) == (1536, 3)
+    assert asked[1:] == [1280, 1536] and not walked and (request_state(other).kept.tokens, store.points) == (1536, 3)
     world.submit(range(4000, 5280), max_new=5)  # its node ends a page behind its point
     world.run()
     assert asked[3:] == [1024, 1280] and walked == [1024]
