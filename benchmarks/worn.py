@@ -58,4 +58,4 @@ def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
                 store.supersede(behind)
         store._done_with(page)
         store._evict_ahead()
-    store._tell_of_all()
+    store._export_gauges()

@@ -40,29 +40,29 @@ FEW, ENOUGH = 80, 20  # where less than an 80th of the room is free, points go u
 class SessionStore:
     """Owns the points of one rank and the host units under them. The scheduler thread owns it.
 
-    most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``. tells: each save and each load
-    is a line of the log, which costs the scheduler time; with DSV4_VERIFY it always is.
+    most_bytes: that it may hold; None: all that no retract holds. bigram: see ``Trie``. log_saves: each save and each
+    load is a line of the log, which costs the scheduler time; with DSV4_VERIFY it always is.
     """
 
     def __init__(
-        self, host: CopyService, swa_map: Callable[[], torch.Tensor], pairs: bool, most_bytes: int | None,
-        tells: bool = False,
+        self, host: CopyService, swa_map: Callable[[], torch.Tensor], bigram: bool, most_bytes: int | None,
+        log_saves: bool = False,
     ) -> None:  # fmt: skip
         self._host, self._memory, self._swa_map = host, host.memory, swa_map
         self._page = host.buffers.geometry.page_size
-        self._trie = Trie(self._page, pairs)
+        self._trie = Trie(self._page, bigram)
         self._units = self._memory.units
         self._in_tail = self._units.tail(self._page)  # units of a point's window: alike at every page end
         total, bound = self._memory.pool.total, None if most_bytes is None else most_bytes // self._units.nbytes
         self._most = total if bound is None else min(total, bound)  # units that may be held here
-        self.tells = tells or host.settings.verify
+        self.log_saves = log_saves or host.settings.verify
         self.few, self.enough = self._most // FEW, self._most // ENOUGH
         self._tried_ahead: Any = None  # all that decided when room was last made ahead
         self.order = EvictionOrder(self._trie)
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
         self._unchecked: list[tuple[Name | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
         self._checksums: dict[Page, int] = {}  # with DSV4_VERIFY
-        self._made = self._told = 0  # points so far; the version that the gauges show
+        self._made = self._exported = 0  # points so far; the version that the gauges show
         self._weights = host.context.weight_version()
         self._unclean: Any = None  # the weights under which a point was not kept for that
         self._pages = self._windows = 0
@@ -201,7 +201,7 @@ class SessionStore:
             self._unchecked.append((self._trie.name(added[0]) if added else None, point, copy))
             nbytes = copy.saved_bytes
             copy.hand_over()
-            self._tell(copy.tokens, len(added), int(window), nbytes, time.perf_counter() - started)
+            self._log_save(copy.tokens, len(added), int(window), nbytes, time.perf_counter() - started)
         finally:
             self._done_with(last)
         return point
@@ -300,9 +300,9 @@ class SessionStore:
         self.order.place(point, hints)
         return point
 
-    def _tell(self, tokens: int, pages: int, windows: int, nbytes: int, seconds: float) -> None:
+    def _log_save(self, tokens: int, pages: int, windows: int, nbytes: int, seconds: float) -> None:
         self.counters.kept(nbytes, seconds)
-        if not self.tells:
+        if not self.log_saves:
             return
         new = (pages + windows * self._in_tail) * self._units.nbytes
         logger.info(
@@ -469,11 +469,11 @@ class SessionStore:
             self._check_saves()
         self._drop_stale()
         self._evict_ahead()
-        if self._told != self._trie.version:
-            self._tell_of_all()
+        if self._exported != self._trie.version:
+            self._export_gauges()
 
-    def _tell_of_all(self) -> None:
-        self._told = self._trie.version
+    def _export_gauges(self) -> None:
+        self._exported = self._trie.version
         self.counters.holds(self._windows, self.held_bytes)
 
     def _check_saves(self) -> None:
@@ -516,7 +516,7 @@ class SessionStore:
         self.order.clear()
         self._at.clear()
         self._pages = self._windows = 0
-        self._tell_of_all()  # a paused server has no passes
+        self._export_gauges()  # a paused server has no passes
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""

@@ -67,11 +67,11 @@ class _Namespace:
 class Trie:
     """Keeps the pages of all namespaces. It owns no memory: its user is told which pages went.
 
-    page: tokens a page. pairs: whether a key has the next token, too (``ahead``: how many).
+    page: tokens a page. bigram: whether a key has the next token, too (``ahead``: how many).
     """
 
-    def __init__(self, page: int, pairs: bool) -> None:
-        self._page, self.ahead = page, int(pairs)
+    def __init__(self, page: int, bigram: bool) -> None:
+        self._page, self.ahead = page, int(bigram)
         self._numbers = itertools.count(1)
         self._namespaces: dict[Hashable, _Namespace] = {}
         self._numbered: dict[int, _Namespace] = {}

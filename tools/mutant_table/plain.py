@@ -51,7 +51,7 @@ MUTANTS = (
         ("overridden-embeddings-kept", " or req.positional_embed_overrides is not None)", ")")),
     *seeded("engine/plain/start.py",
             "engine/plain/test_session_traps.py::test_trap_9_with_drafts_a_row_is_another_before_another_token",
-        ("draft-rows-of-another-next-token", "publish.pairs_tokens(scheduler.tree_cache)", "False")),
+        ("draft-rows-of-another-next-token", "publish.is_bigram(scheduler.tree_cache)", "False")),
     *seeded("engine/plain/start.py",
             "engine/plain/test_sessions.py::test_a_server_that_changes_its_role_leaves_nothing",
         ("sessions-of-another-role-stay", "        before.end()\n", "")),

@@ -109,7 +109,7 @@ MUTANTS = (
         ("pages-of-a-chunk-stay-beside-the-point", "            if behind is not None and behind.tail is None and",
          "            if False and")),
     *seeded("sessions/store.py", "engine/plain/test_sessions.py",
-        ("each-save-a-line", "tells or host.settings.verify", "True"),
+        ("each-save-a-line", "log_saves or host.settings.verify", "True"),
         ("prefix-sent-behind-no-forward", "self.loaded and not launched", "False")),
     *seeded("sessions/store.py", "sessions/test_session_ranks.py",
         ("each-ranks-own-clock", "numbers if board is None else board.common(numbers)", "numbers"),

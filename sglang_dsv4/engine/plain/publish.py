@@ -66,11 +66,11 @@ def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
     if half is not None and release.cursor(req) <= half:
         release.free_swa_page(tree, req, half)
     # A leaf without any SWA could not be matched, and the engine never makes one.
-    page, keys = geometry.page_size, int(req.owned_kv_len()) - pairs_tokens(tree)
+    page, keys = geometry.page_size, int(req.owned_kv_len()) - is_bigram(tree)
     req.skip_radix_cache_insert = keys // page * page <= release.cursor(req)
 
 
-def pairs_tokens(tree: Any) -> bool:
+def is_bigram(tree: Any) -> bool:
     """Returns whether the tree's key of a position is its token and the next, as a draft's row depends on both.
 
     The last token then has no key yet.

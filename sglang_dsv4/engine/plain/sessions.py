@@ -289,7 +289,7 @@ class _Loading:
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.record_hit(self.point, end - before, first, nbytes)
         request_state(self.req).from_host += end - before
-        if not self.store.tells:
+        if not self.store.log_saves:
             return
         logger.info(
             "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",

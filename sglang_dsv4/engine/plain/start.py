@@ -90,8 +90,8 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if not wanted.kept:
         return
     most = None if wanted.most_gib is None else int(wanted.most_gib * 2**30)
-    pairs, tells = publish.pairs_tokens(scheduler.tree_cache), scheduler.server_args.log_requests
-    plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most, tells)
+    bigram, log_saves = publish.is_bigram(scheduler.tree_cache), scheduler.server_args.log_requests
+    plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, bigram, most, log_saves)
     if host.counters.series:
         plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))
     logger.info(

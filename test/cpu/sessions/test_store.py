@@ -57,7 +57,7 @@ def test_random_lives_of_sessions(device):
 class Sessions:
     """Keeps prompts of equal tokens, each of its own number, in a store with room for ``units``. most: of them."""
 
-    def __init__(self, device, units=24, most=None, pairs=False):
+    def __init__(self, device, units=24, most=None, bigram=False):
         device.start()
         self.pool, self.allocator, self.now = device.pool, device.allocator, 0.0
         side, least = describe(self.pool), 1 + LONGEST_TAIL
@@ -66,7 +66,7 @@ class Sessions:
         if units < least:  # another copy has the rest
             self.other = self.host.memory.allocate((least - units) * PAGE, side.geometry, tail=False)
         nbytes = None if most is None else most * UNIT
-        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, nbytes)
+        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, bigram, nbytes)
         self.store.order.clock = lambda: self.now
 
     @property
@@ -197,7 +197,7 @@ def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
 
 
 def test_with_drafts_a_point_needs_the_token_behind_it(device):
-    sessions = Sessions(device, pairs=True)
+    sessions = Sessions(device, bigram=True)
     sessions.store.remember_node(sessions.keep(1, 1), "node", PAGE)
     sessions.keep(1, 2)
     for node in (None, "node"):

@@ -28,8 +28,8 @@ def whole(tokens, ahead, end):
 
 
 @given(st.booleans(), ACTIONS)
-def test_it_finds_what_a_list_of_all_finds(pairs, actions):
-    trie, ahead, points, made = Trie(PAGE, pairs), int(pairs), {}, 0
+def test_it_finds_what_a_list_of_all_finds(bigram, actions):
+    trie, ahead, points, made = Trie(PAGE, bigram), int(bigram), {}, 0
     held: dict[tuple, int] = {}  # every page that a point needs, by namespace and tokens: its unit
     names, old = {}, []  # of these pages, and of those that are gone
     for what, namespace, tokens, end in actions:
@@ -94,7 +94,7 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
 
 
 def test_a_reader_keeps_its_pages_while_all_points_go():
-    trie, keys = Trie(PAGE, pairs=False), [b"1", b"2", b"3"]
+    trie, keys = Trie(PAGE, bigram=False), [b"1", b"2", b"3"]
     trie.add(None, None, keys, [7, 8, 9])
     point = Point(9, 3 * PAGE, [], 1)
     trie.put(None, point)
@@ -108,7 +108,7 @@ def test_a_reader_keeps_its_pages_while_all_points_go():
 
 def test_a_collection_of_garbage_does_not_look_at_each_page():
     """With an object of each, a hundred thousand pages made it 33 ms longer."""
-    trie, pages = Trie(PAGE, pairs=False), 20_000
+    trie, pages = Trie(PAGE, bigram=False), 20_000
     before = _tracked()
     for first in range(0, pages, 80):
         units = list(range(first, first + 80))
@@ -124,7 +124,7 @@ def _tracked():
 
 def test_the_name_of_a_page_that_went_is_no_other_pages():
     """Not even of one with the same key, parent and unit: that parent may be another page by then."""
-    trie = Trie(PAGE, pairs=False)
+    trie = Trie(PAGE, bigram=False)
     trie.add(None, None, [b"1"], [0])
     trie.put(None, Point(0, PAGE, [], 1))
     names = []
@@ -143,7 +143,7 @@ def test_the_name_of_a_page_that_went_is_no_other_pages():
 def test_with_drafts_the_token_behind_a_page_is_part_of_it():
     """Trap 9: a draft's row depends on it."""
     tokens, other = array("q", range(2 * PAGE + 1)), array("q", [*range(2 * PAGE), 99])
-    plain, drafts = Trie(PAGE, pairs=False), Trie(PAGE, pairs=True)
+    plain, drafts = Trie(PAGE, bigram=False), Trie(PAGE, bigram=True)
     cut = [[list(trie.keys(given, 2 * PAGE)) for given in (tokens, other)] for trie in (plain, drafts)]
     assert cut[0][0] == cut[0][1]
     assert cut[1][0][0] == cut[1][1][0] and cut[1][0][1] != cut[1][1][1]
@@ -153,8 +153,8 @@ def test_with_drafts_the_token_behind_a_page_is_part_of_it():
 def test_a_page_is_cut_when_it_is_asked_for():
     """A prompt of a million tokens parts from all others in its first page; to cut all of it takes milliseconds."""
     tokens = array("q", range(1 << 20))
-    assert next(Trie(256, pairs=False).keys(tokens, len(tokens))) == tokens[:256].tobytes()
+    assert next(Trie(256, bigram=False).keys(tokens, len(tokens))) == tokens[:256].tobytes()
     started = time.perf_counter()
     for _ in range(100):
-        next(Trie(256, pairs=False).keys(tokens, len(tokens)))
+        next(Trie(256, bigram=False).keys(tokens, len(tokens)))
     assert (time.perf_counter() - started) / 100 < 1e-3

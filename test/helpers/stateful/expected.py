@@ -60,13 +60,13 @@ class Expected:
     """Holds the points, the pages under them, and the retracted requests.
 
     total: units, of ``unit`` bytes each; the window before a page end takes ``tail`` of them. most: bytes that points
-    may hold. pairs: a page's key has the token behind it, too.
+    may hold. bigram: a page's key has the token behind it, too.
     """
 
     few = enough = 0
 
-    def __init__(self, total: int, unit: int, tail: int, most: int | None, pairs: bool) -> None:
-        self.total, self.unit, self.tail, self.pairs = total, unit, tail, pairs
+    def __init__(self, total: int, unit: int, tail: int, most: int | None, bigram: bool) -> None:
+        self.total, self.unit, self.tail, self.bigram = total, unit, tail, bigram
         self.most = total * unit if most is None else min(most, total * unit)
         self.points: list[Kept] = []
         self.pages: dict[Any, Saved] = {}
@@ -80,7 +80,7 @@ class Expected:
     def way(self, prompt: Prompt) -> list[Any]:
         """Returns the keys of the pages of ``prompt``."""
         namespace, values = prompt
-        return [(namespace, values[: end + self.pairs]) for end in range(1, len(values))]
+        return [(namespace, values[: end + self.bigram]) for end in range(1, len(values))]
 
     def find(self, way: list[Any]) -> Kept | None:
         """Returns the point at the end of ``way``."""

@@ -72,10 +72,10 @@ class StoreLives(RuleBasedStateMachine):
     device: Device
 
     @initialize(
-        units=st.integers(18, 52), most=st.none() | st.integers(13, 40), pairs=st.booleans(),
+        units=st.integers(18, 52), most=st.none() | st.integers(13, 40), bigram=st.booleans(),
         verify=st.sampled_from((False, False, True)), ahead=st.sampled_from((0, 0, 1, 7)),
     )  # fmt: skip
-    def start(self, units: int, most: int | None, pairs: bool, verify: bool, ahead: int) -> None:
+    def start(self, units: int, most: int | None, bigram: bool, verify: bool, ahead: int) -> None:
         """Starts a store with that many units, that may hold the bytes of ``most`` of them.
 
         ahead: units that it has free from pass to pass, if it can; one less is enough for now.
@@ -93,9 +93,9 @@ class StoreLives(RuleBasedStateMachine):
         self.copier = self.host._copier = Copier(self.host._copier, self.memory)
         self.unit = units_by_hand.unit_bytes(self.pool)
         nbytes = None if most is None else most * self.unit + self.unit // 2
-        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, nbytes)
+        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, bigram, nbytes)
         tail = units_by_hand.units(self.pool, PAGE) - 1
-        self.expected = Expected(units, self.unit, tail, nbytes, pairs)
+        self.expected = Expected(units, self.unit, tail, nbytes, bigram)
         self.expected.few = self.store.few = max(0, ahead - 1)
         self.expected.enough = self.store.enough = ahead
         self.store.order.clock = lambda: self.expected.now
@@ -209,7 +209,7 @@ class StoreLives(RuleBasedStateMachine):
     def look_up(self, prompt: Prompt, pages: int, more: int) -> None:
         self._settle()
         limit = pages * PAGE + more
-        way = self.expected.way(prompt)[: max(0, limit - self.expected.pairs) // PAGE]
+        way = self.expected.way(prompt)[: max(0, limit - self.expected.bigram) // PAGE]
         best = self.expected.longest(way)
         found = self.store.longest(prompt[0], tokens_of(prompt), limit)
         point = found.point

@@ -10,7 +10,7 @@ import pytest
 from plain_world import forget, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.publish import half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.plain.publish import half_loaded_page, is_bigram
 from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.testing.integrity import branches
 from sglang_dsv4.testing.ledger import parts
@@ -82,5 +82,5 @@ def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerSpec, "algorithm", lambda _: SpeculativeAlgorithm.DSPARK)
     world = small_world(drafts=8)
     assert serving(world).pool.draft.reach == 128
-    assert not pairs_tokens(world.tree)
+    assert not is_bigram(world.tree)
     assert half_loaded_page(serving(world).host.buffers.geometry, 512 + 127) == 256, "the window begins a row earlier"
