@@ -43,8 +43,8 @@ def _gigabytes(text: str) -> float | None:
 class Sessions(NamedTuple):
     """Says which servers keep the cache of requests that end.
 
-    asked: a prefill server, too, and one that cannot says so; else plain servers alone. most_gib: that they take of the
-    host memory; None: all that no copy holds.
+    asked: prefill servers keep it, too, and a server that cannot warns; else plain servers alone. most_gib: of the host
+    memory; None: all that no copy holds.
     """
 
     kept: bool = True
@@ -130,7 +130,7 @@ TABLE: dict[str, Setting] = {
         _sessions,
         "plain",
         "finished requests whose cache stays in the host memory of DSV4_HOST_GB, for the next turn; plain: of plain "
-        "servers, in all of it that no retracted request holds; auto: of prefill servers, too; a number: the same, in "
+        "servers, in all of it that no retracted request holds; auto: of prefill servers, too; a number: as auto, in "
         "at most so many GiB; off: of none",
     ),
     "layout": Setting(

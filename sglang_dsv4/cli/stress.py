@@ -122,7 +122,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def keeps_sessions(arguments: argparse.Namespace) -> bool:
-    """Returns whether the server that prefills keeps sessions: by default a plain one with its tree does."""
+    """Returns whether the server that prefills may keep sessions: by default a plain one with its tree does."""
     given = read_settings().sessions
     return given.kept and (given.asked or (arguments.plain and arguments.keep_tree))
 
@@ -145,7 +145,7 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
     bounds += judge_plain(log, arguments) if arguments.plain else judge_decode(log, arguments)
-    bounds += judge_sessions(log, arguments) if arguments.sessions else []
+    bounds += judge_sessions(log, arguments) if "sessions" in log else []
     if arguments.falls_back:
         reason = arguments.falls_back
         number = log["fallbacks"].get(reason, 0)
@@ -181,7 +181,7 @@ def judge_plain(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict
         results.bound("retracts", f">= {arguments.at_least}", log["engine_retracts"]),
         results.bound("retracts with neither a load nor a reason", "<= 0", log["engine_retracts"] - explained),
     ]
-    if not arguments.sessions:  # with them the prefix tree has the prompts, and mostly no more is needed
+    if "sessions" not in log:  # with them the prefix tree has the prompts, and mostly no more is needed
         share = log["loads"] / max(1, explained)
         bounds.append(results.bound("retracts answered by a load, share", f">= {LOADED_SHARE}", share))
     return bounds

@@ -121,7 +121,7 @@ class RequestState:
     partial: Any = None  # the point without a window up to which its pages are kept
     too_long: bool = False  # its prompt found no room, so nothing of it is kept before its end
     kept: Any = None  # its last point that it left in the sessions
-    from_host: int = 0  # tokens of its prefix that sessions brought back, until they are told
+    on_device: int | None = None  # tokens of its prefix before sessions brought more back, until those are told
 
 
 server = Server()

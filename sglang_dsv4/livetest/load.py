@@ -47,7 +47,7 @@ class Answer:
     arrived: list[tuple[float, int]] = field(default_factory=list)  # a time and the tokens until then, for each chunk
     prompt: int = 0  # tokens of its prompt
     cached: int = 0  # those of them that the prefix tree had
-    on_host: int = 0  # those of them that a hierarchical cache brought back from the host
+    on_host: int = 0  # those of them that sessions, or a hierarchical cache, brought back from the host
 
 
 def count_outcomes(answers: Sequence[Answer]) -> dict[str, int]:

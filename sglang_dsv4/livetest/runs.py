@@ -12,6 +12,7 @@ from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import STALLED, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
 from sglang_dsv4.livetest.zeroing import switched_by
+from sglang_dsv4.settings import read_settings
 
 SETTLES = 2  # seconds after the last answer in which the server's counters get there
 
@@ -68,7 +69,11 @@ def serve_and_run(
         time.sleep(SETTLES)
         keeper = started[0] if arguments.sessions else None  # the server that prefills
         counted = counted_at(tested.url)
-        log = together(counted | ({"sessions": sessions_of(keeper.url)} if keeper else {}), read_log(tested.log))
+        kept = sessions_of(keeper.url) if keeper else {}
+        counted.pop("sessions", None)
+        log = together(
+            counted | ({"sessions": kept} if kept or read_settings().sessions.asked else {}), read_log(tested.log)
+        )
         again, room = {}, first_room and first_room + arguments.turns * len(load.prompts)
         for name, said in score.words(arguments).items():
             word.write_text(said)
@@ -84,15 +89,18 @@ def serve_and_run(
 
 
 def sessions_of(url: str) -> dict[str, Any]:
-    """Returns the counts of the sessions at ``url`` after a flush, with the server's fallbacks.
+    """Returns the counts of the sessions at ``url`` after a flush, with the server's fallbacks; empty where it keeps
+    none.
 
     points_before and bytes_before: held before it.
     """
     before = counted_at(url)
+    if "sessions" not in before:
+        return {}
     servers.flush(url)
     time.sleep(SETTLES)
     after = counted_at(url)
-    held = {f"{name}_before": before["sessions"][name] for name in ("points", "bytes") if "sessions" in before}
+    held = {f"{name}_before": before["sessions"][name] for name in ("points", "bytes")}
     return after.get("sessions", {}) | held | {"fallbacks": after.get("fallbacks", {})}
 
 

@@ -150,7 +150,7 @@ class SessionStore:
             return True
         if self._unclean != self._weights:
             self._unclean = self._weights
-            logger.warning("no session is kept until the cache is flushed: requests ran on over a weight update")
+            logger.info("no session is kept until the cache is flushed: requests ran on over a weight update")
         return False
 
     def keep(

@@ -6,8 +6,8 @@
 A page's key is its token ids themselves, so two prompts share a page only where they are equal. With drafts a row also
 depends on the next token, so there a key has one token more. A page is kept while a page or a point is behind it.
 
-A page is the number of its host unit, and all that is known of it lies in arrays and dicts by that number. There are a
-hundred thousand: a collection of garbage would look at an object or a tuple of each, but not into those.
+A page is the number of its host unit. Its fields lie in arrays and dicts by that number: there are a hundred thousand
+pages, and a collection of garbage would visit an object for each of them, but it does not look into those.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Key = bytes | memoryview  # its tokens
 Name = bytes  # of a page that may go meanwhile: its entry, of which no other page ever has this very object
 
 _packed = struct.Struct("<q").pack
+_GONE = -(1 << 62)  # the parent of a page that went: no way leads over it
 
 
 @dataclass(eq=False, slots=True)
@@ -235,7 +236,7 @@ class Trie:
     def freed_with(self, point: Point, gone: dict[Page, int]) -> list[Page]:
         """Returns the pages that nothing would need any more if ``point`` went, too.
 
-        gone: how many of those that need a page would have gone by then; these are added.
+        gone: by page, how many of those that need it went before ``point``. What goes with it is added.
         """
         freed, page = [], point.page
         lost = gone[page] = gone.get(page, 0) + 1
@@ -253,7 +254,7 @@ class Trie:
             before = self._parent[page]
             del self._pages[self._entries[page]]
             self._entries[page] = b""
-            self._parent[page] = self._depth[page] = 0
+            self._parent[page], self._depth[page] = _GONE, 0
             gone.append(page)
             if before < 0:
                 self._leave(before)
@@ -282,7 +283,7 @@ class Trie:
         children = Counter(self._parent[page] for page in pages)
         for page, row in enumerate(zip(self._parent, self._depth, self._needs, strict=True)):
             if page not in pages:
-                assert not any(row), "something of a page that is gone"
+                assert row[0] in {0, _GONE} and not any(row[1:]), "something of a page that is gone"
                 continue
             parent, depth, needs = row
             assert needs, "a page that nothing needs"

@@ -16,7 +16,7 @@ end reads the loaded rows alone. Points are kept where a next prompt can meet th
 
 Of a prompt of many chunks the pages are kept chunk by chunk, so that none of these saves moves a gigabyte at once.
 Nothing is kept of a request that was aborted. Where very many requests end in one pass, as in a benchmark of fixed
-lengths, some leave their prompts' points alone: the pass would take as long as their saves.
+lengths, of some only the prompt's point is kept: the pass would take as long as their saves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
 
 Original = Callable[..., Any]
-MOST_ENDS = 48  # saves of one pass, beyond which no answer is kept: 15 ms of the scheduler
+MOST_SAVES = 48  # of one pass, beyond which no answer is kept: 15 ms of the scheduler
 MOST_PAGES = 128  # new ones of a prompt that are kept between two of its chunks: 2 ms of the link
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,18 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
     store = plain.sessions
     if store is None or not req.finished() or isinstance(req.finished_reason, FINISH_ABORT):
         return
-    if store.saves_of_pass >= MOST_ENDS and _hints(store, req).rank not in HELD:
+    computed = min(req.seqlen - 1, int(req.owned_kv_len()))
+    if store.saves_of_pass >= MOST_SAVES and _needs_a_save(store, req, store.last_end(computed)):
         store.counters.add("crowded")
         return
-    _keep_own(plain, store, req, tree, min(req.seqlen - 1, int(req.owned_kv_len())))
+    _keep_own(plain, store, req, tree, computed)
+
+
+def _needs_a_save(store: SessionStore, req: Any, end: int) -> bool:
+    """Returns whether the page end ``end`` of ``req`` would be saved, and nobody asked to keep it."""
+    last = _last(store, req)
+    is_there = last is not None and last.tokens >= end
+    return end >= FEWEST_TOKENS and may_share(req) and not is_there and _hints(store, req).rank not in HELD
 
 
 def tell_node(store: SessionStore, req: Any) -> None:
@@ -253,12 +261,12 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
 def tell_tiers(reqs: Iterable[Any]) -> None:
     """Moves tokens that sessions brought back from the device's to the host's in ``cached_tokens_details``.
 
-    Behind the engine's count, which is made once for each request, with its first chunk.
+    The engine has counted them with a request's first chunk, and counts no later one.
     """
     for req in reqs:
-        loaded, request_state(req).from_host = request_state(req).from_host, 0
-        if loaded and not req.retracted_stain:
-            host = min(loaded, req.cached_tokens_device)
+        before, request_state(req).on_device = request_state(req).on_device, None
+        if before is not None and not req.retracted_stain:
+            host = max(0, req.cached_tokens_device - before)
             req.cached_tokens_device -= host
             req.cached_tokens_host += host
 
@@ -288,7 +296,8 @@ class _Loading:
             return
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.record_hit(self.point, end - before, first, nbytes)
-        request_state(self.req).from_host += end - before
+        state = request_state(self.req)  # a load that was evicted before the admission is made again
+        state.on_device = before if state.on_device is None else min(state.on_device, before)
         if not self.store.log_saves:
             return
         logger.info(

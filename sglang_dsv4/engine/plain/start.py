@@ -96,7 +96,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))
     logger.info(
         "sessions: the cache of requests that end stays on the host, for the next turn%s",
-        "" if wanted.asked else ", where no retracted request needs the room; DSV4_SESSIONS=off ends that",
+        "" if wanted.asked else "; retracted requests go first, and DSV4_SESSIONS=off ends it",
     )
 
 

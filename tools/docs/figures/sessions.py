@@ -39,6 +39,7 @@ def agent_bounds() -> str:
         (what, *(agent_bound(runs[name], f"{what}, at {context} tokens", digits) for name, context in columns))
         for what, digits in AGENT_BOUNDS.items()
     ]
+    rows = [row for row in rows if any(row[1:])]
     head = ("bound", *(f"{AGENTS[name]}, {context // 1024}K" for name, context in columns))
     return table_if(head, rows if runs else [])
 
@@ -103,4 +104,5 @@ def million() -> str:
         (what, *(f"{row[key] / 1e3:,.1f} s" for row in result["rows"]))
         for what, key in (("first turn", "cold_first_token_p50_ms"), ("later turn", "first_token_p50_ms"))
     ]  # fmt: skip
-    return table_if(("first token, median", "stock", "sessions", "stock, session on the device"), rows)
+    made = table_if(("first token, median", "stock", "sessions", "stock, session on the device"), rows)
+    return made and f"Two conversations of a million tokens by turns, on a device that holds one and a half:\n\n{made}"

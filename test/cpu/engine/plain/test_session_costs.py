@@ -174,6 +174,7 @@ def test_a_copy_across_an_update_is_stale_behind_a_flush() -> None:
 
 
 def test_a_cache_of_two_sets_of_weights_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     world, _ = world_with_sessions()
     req = decoding_across_an_update(world)
     world.submit(range(3000, 4300), max_new=3)
@@ -250,7 +251,7 @@ def test_a_prompt_whose_beginning_the_device_has_is_kept_a_part_at_a_time(monkey
 def test_a_load_is_a_line_of_the_log_where_each_request_is(told: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     world, store = world_with_sessions()
-    store.tells = told
+    store.log_saves = told
     first = world.submit(range(1300), max_new=4)
     world.run()
     forget(world)

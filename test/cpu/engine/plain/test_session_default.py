@@ -125,12 +125,32 @@ def test_a_retracted_request_that_goes_on_from_a_session_keeps_its_first_count()
     assert store.counters.hits and (second.cached_tokens_device, second.cached_tokens_host) == told
 
 
+def test_tokens_of_a_load_that_is_made_again_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request holds 1,024 of them; the tree loses the other 512 before the request is admitted."""
+    world, store = world_with_sessions(swa_pages=40)
+    world.submit(range(1600), max_new=3)
+    world.run()
+    forget(world)
+    holder = world.submit(range(1100), max_new=400)
+    run_until(world, lambda: bool(holder.output_ids))
+    before = sum(store.counters.hits.values())
+    second = world.submit([*range(1600), *range(40_000, 40_100)], max_new=3, hints={"kv.prefetch": {}})
+    with monkeypatch.context() as patch:
+        nobody = lambda *_, **kwargs: (None, kwargs.get("running_batch", world.scheduler.running_batch))  # noqa: E731
+        patch.setattr(world.scheduler, "_get_new_batch_prefill_raw", nobody, raising=False)
+        run_until(world, lambda: sum(store.counters.hits.values()) == before + 1)
+    world.evict(1 << 20, 1 << 20)
+    run_until(world, lambda: bool(second.output_ids))
+    assert (sum(store.counters.hits.values()), second.cached_tokens) == (before + 2, 1536)
+    assert (second.cached_tokens_device, second.cached_tokens_host) == (1024, 512)
+
+
 @pytest.mark.parametrize("hints", [{}, {"kv.retain": {}}])
 def test_of_a_crowd_that_ends_in_one_pass_some_leave_their_prompts_alone(
     hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save takes 0.3 ms of the scheduler, and 256 would hold a pass up for 75; who asks to be kept is."""
-    monkeypatch.setattr(sessions, "MOST_ENDS", 2)
+    monkeypatch.setattr(sessions, "MOST_SAVES", 2)
     world, store = world_with_sessions(pages=80, swa_pages=40)
     crowd = [world.submit(range(2000 * number, 2000 * number + 1100), max_new=300, hints=hints) for number in range(5)]
     world.run()
