@@ -145,7 +145,7 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
     bounds += judge_plain(log, arguments) if arguments.plain else judge_decode(log, arguments)
-    bounds += judge_sessions(log, arguments) if "sessions" in log else []
+    bounds += judge_sessions(log, arguments) if arguments.sessions and "sessions" in log else []
     if arguments.falls_back:
         reason = arguments.falls_back
         number = log["fallbacks"].get(reason, 0)

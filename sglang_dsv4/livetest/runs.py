@@ -69,11 +69,10 @@ def serve_and_run(
         time.sleep(SETTLES)
         keeper = started[0] if arguments.sessions else None  # the server that prefills
         counted = counted_at(tested.url)
-        kept = sessions_of(keeper.url) if keeper else {}
-        counted.pop("sessions", None)
-        log = together(
-            counted | ({"sessions": kept} if kept or read_settings().sessions.asked else {}), read_log(tested.log)
-        )
+        counted.pop("sessions", None)  # read below, where they are kept
+        if keeper is not None and ((kept := sessions_of(keeper.url)) or read_settings().sessions.asked):
+            counted["sessions"] = kept
+        log = together(counted, read_log(tested.log))
         again, room = {}, first_room and first_room + arguments.turns * len(load.prompts)
         for name, said in score.words(arguments).items():
             word.write_text(said)

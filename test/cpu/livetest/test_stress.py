@@ -274,6 +274,21 @@ def test_a_plain_server_keeps_sessions_unless_it_loses_its_tree(monkeypatch, giv
     assert arguments.sessions is kept and arguments.keep_tree is (kept or "--turns" in words)
 
 
+def test_sessions_of_a_default_server_that_refuses_them_are_not_judged(run, launched, monkeypatch):
+    """As beside HiCache; where the user asks for them, none is a fault."""
+    Running.held_by_rank = (0, 0)
+    words = ["--model-path", "m", "--plain", "--turns", "3", "--score", "0", "--at-least", "17"]
+    assert not [bound["name"] for bound in run(*words)[1]["bounds"] if "session" in bound["name"]]
+    monkeypatch.setenv("DSV4_SESSIONS", "auto")
+    assert "sessions kept at the end of the run, points" in missed_by(run(*words)[1])
+
+
+def test_sessions_of_a_server_that_runs_already_are_not_judged(run, decode):
+    Running.sessions, Running.held_by_rank = SessionCounters(), (0, 0)
+    names = [bound["name"] for bound in run("--attach", decode, "--plain")[1]["bounds"]]
+    assert not [name for name in names if "session" in name or name.startswith("retracts answered")]
+
+
 def test_a_conversation_stays_with_its_data_parallel_rank(run, launched):
     Running.held_by_rank, Running.sessions = (0, 0), SessionCounters()
     run(*TURNS, "--score", "0", "--", "--tp", "2", "--dp", "2", "--enable-dp-attention")
