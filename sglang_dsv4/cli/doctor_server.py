@@ -105,7 +105,7 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
     more = (
         _plain_sentence(server.kind, stock),
         *_choices(on, server.kind, stock),
-        _sessions(on, server.kind, stock, settings),
+        _sessions(on, stock, settings),
         _prep(on, settings, model),
         *_layout(settings),
         _hisparse(),
@@ -184,12 +184,10 @@ def _choices(on: Any, kind: str, stock: str) -> Iterator[str]:
             yield "Restored requests are not added to the prefix cache."
 
 
-def _sessions(on: Any, kind: str, stock: str, settings: Settings) -> str:
-    from sglang_dsv4.engine.coverage import COMES_COMPUTED, Part, refusal  # noqa: PLC0415
+def _sessions(on: Any, stock: str, settings: Settings) -> str:
+    from sglang_dsv4.engine.coverage import Part, refusal  # noqa: PLC0415
 
     reason = "" if settings.sessions.kept else "DSV4_SESSIONS=off"
-    if not reason and kind == "decode":
-        reason = COMES_COMPUTED
     if not reason and stock:
         reason = "this server is as stock"
     if reason := reason or refusal(on, Part.SESSIONS) or "":

@@ -18,7 +18,7 @@ MUTANTS = (
         ("early-send-not-warned-of", "    elif not switch.get():\n", "    elif switch.get():\n")),
     *seeded("cli/doctor_server.py", "test_cli_doctor_server.py",
         ("doctor-promises-room-that-is-not-there", "elif not stock and args.pp_size == 1:", "elif False:"),
-        ("sessions-promised-on-a-decode-server", "if not reason and kind == \"decode\":\n", "if False:\n")),
+        ("sessions-promised-on-a-server-as-stock", "    if not reason and stock:\n", "    if False:\n")),
     *seeded("cli/launch_args.py", "test_cli_doctor.py::test_after_refused_arguments_it_does_not_ask_for_them",
         ("misspelt-option-not-resembled", "{text}{_nearest(text)}", "{text}")),
     *seeded("cli/launch_command.py", "test_cli_launch_command.py::test_the_launcher_is_found_anywhere_among_the_words",
