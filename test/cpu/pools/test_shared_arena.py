@@ -94,6 +94,8 @@ def test_each_rank_loads_what_all_of_them_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_load_waits_for_the_share_of_a_slow_rank(tmp_path: Path, slow: int) -> None:
+    loads = tmp_path / "loads"
+
     def work(rank: int) -> Any:
         world = attached(rank)
         oracle.fill(world.pool, seed=7)
@@ -109,8 +111,12 @@ def test_a_load_waits_for_the_share_of_a_slow_rank(tmp_path: Path, slow: int) ->
             copier.save = enqueue
         copy = world.pool.get_cpu_copy(request.slots.int(), req_pool_index=1, wait=False)
         if rank == slow:
-            copy.lease.used_by.synchronize()  # the others load meanwhile
+            while not loads.exists():
+                time.sleep(0.01)
+            time.sleep(0.3)  # the other loads meanwhile
+            copy.lease.used_by.synchronize()
         oracle.poison(world.pool)
+        loads.touch()
         oracle.compare(expected, world.read(world.resume(copy, 3)))
 
     on_ranks(tmp_path, work)
