@@ -14,8 +14,10 @@ from typing import Any
 
 from benchmarks import CHECKOUT
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import SECONDS
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.in_server import environment
+from sglang_dsv4.livetest.load import VOCABULARY
 
 KEEPER = 64  # prompt of the request that stays: the engine never retracts the last one
 
@@ -89,6 +91,14 @@ def retracting(module: str, arguments: argparse.Namespace) -> Iterator[tuple[Cli
         keeper.join()
     finally:
         server.stop()
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of seeded requests, and of how long servers and answers are waited for."""
+    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000, help="tokens of prompts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
 
 
 def model_of(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:

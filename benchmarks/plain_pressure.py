@@ -35,6 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.client import add_requests
 from benchmarks.steps import CONFIDENCE, MARGIN, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import number
@@ -327,10 +328,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sessions", action="store_true", help="this package keeps the conversations")
     parser.add_argument("--host-gb", type=number(float, 0.1), default=8, help="DSV4_HOST_GB with --sessions")
     parser.add_argument("--score", type=int, default=60, help="answers of each server to score")
-    parser.add_argument("--vocabulary", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    add_requests(parser)
     arguments = servers.parse(parser, argv)
     if arguments.sessions and HICACHE in arguments.server:
         parser.error(f"--sessions: a server with {HICACHE} keeps none")

@@ -31,11 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.client import add_requests
 from benchmarks.plain_pressure import PACKAGE, PAGE, STOCK, package_and_stock
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, number
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import FOLLOW_UP, VOCABULARY, Answer, Load, Run, check_lengths
+from sglang_dsv4.livetest.load import FOLLOW_UP, Answer, Load, Run, check_lengths
 from sglang_dsv4.livetest.retract_stats import counted_at, read_log
 from sglang_dsv4.livetest.runs import SETTLES
 
@@ -380,10 +381,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=CONCURRENCY, default=4, help="first prompts at a time")
     parser.add_argument("--host-gb", type=number(float, 0.1), default=4, help="DSV4_HOST_GB")
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1, help="DSV4_VERIFY: compare each load")
-    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000, help="tokens of prompts, some of which stop")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
+    add_requests(parser)
     arguments = servers.parse(parser, argv)
     check_lengths(parser, arguments)
     arguments.server = [*SERVER, *arguments.server]

@@ -28,11 +28,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.client import add_requests
 from benchmarks.plain_pressure import HICACHE, PACKAGE, PAGE, STOCK, Conversations, package_and_stock
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, SECONDS, number
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, number
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths, count_outcomes
+from sglang_dsv4.livetest.load import Load, Run, check_lengths, count_outcomes
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at
 from sglang_dsv4.livetest.runs import SETTLES
 from sglang_dsv4.livetest.zeroing import OFF, switched_by
@@ -240,10 +241,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--zero", metavar="FAMILY", default="c4_kv", help="damage the last run by this one")
     parser.add_argument("--sessions", action="store_true", help="read conversations that the device lost")
     parser.add_argument("--host-gb", type=number(float, 0.1), default=4, help="DSV4_HOST_GB with --sessions")
-    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
+    add_requests(parser)
     arguments = servers.parse(parser, argv)
     check_lengths(parser, arguments)
     if arguments.sessions and HICACHE in arguments.server:

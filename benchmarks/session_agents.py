@@ -34,13 +34,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import write_model
+from benchmarks.client import add_requests, write_model
 from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, number, readable_file
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.in_server import environment
-from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, count_outcomes, warm_up
+from sglang_dsv4.livetest.load import Load, Run, count_outcomes, warm_up
 from sglang_dsv4.livetest.retract_stats import KEPT, by_rank, counted_at, percentile, read_log, said_by_first
 
 STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
@@ -415,10 +415,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=CONCURRENCY, default=2, help="agents at a time")
     parser.add_argument("--chunk", type=COUNT, default=8192, help="--chunked-prefill-size")
     parser.add_argument("--host-gb", type=number(float, 0.1), default=16, help="DSV4_HOST_GB without HiCache")
-    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
+    add_requests(parser)
     arguments = servers.parse(parser, argv)
     if arguments.answer >= arguments.turn:
         parser.error(f"--answer {arguments.answer} --turn {arguments.turn}: the answer is a part of the turn")

@@ -15,6 +15,7 @@ waiting: such a prompt finds no room, while short requests come, are kept and go
 Arguments after -- go to both servers. Exit status 1 when a bound is missed.
 """
 
+import abc
 import argparse
 import bisect
 import contextlib
@@ -34,15 +35,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
-from benchmarks.client import write_model
+from benchmarks.client import add_requests, write_model
 from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths, count_outcomes, warm_up
-from sglang_dsv4.livetest.retract_stats import counted_at, read_log
+from sglang_dsv4.livetest.load import Load, Run, check_lengths, count_outcomes, warm_up
+from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
 
 SESSIONS, OFF = "with sessions", "without"
 ALL = "all rounds "  # begins the name of the row of a server's rounds together
@@ -160,7 +159,7 @@ class Decodes:
 # ---------------------------------------------------------------------- scenes
 
 
-class Scene:
+class Scene(abc.ABC):
     """Measures one server's part of a round, and names the figures that are compared.
 
     compared: a name, its bound, and a figure of which the median round counts. needed: a name, its bound, and the
@@ -174,13 +173,13 @@ class Scene:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.sizes = arguments, arguments.sizes
 
+    @abc.abstractmethod
     def words(self) -> list[str]:
         """Returns the server arguments that the scene needs."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(self, url: str, size: int, seed: str, counts: bool) -> Measured:
         """Measures. counts: whether the round does."""
-        raise NotImplementedError
 
     def prompts(self, seed: str, count: int, tokens: int, new_tokens: int) -> bytes:
         """Returns the encoded request of so many prompts."""
@@ -409,11 +408,10 @@ def part(server: servers.Server, scene: Scene, size: int, round_: int) -> Measur
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Returns median, high percentiles and the longest of ``times``."""
+    """Returns median, 99th percentile and the longest of ``times``."""
     if not times:
-        return dict.fromkeys(("p50_ms", "p99_ms", "p999_ms", "max_ms"), math.inf)
-    found = map(float, np.percentile(times, (50, 99, 99.9, 100)))
-    return dict(zip(("p50_ms", "p99_ms", "p999_ms", "max_ms"), found, strict=True))
+        return dict.fromkeys(("p50_ms", "p99_ms", "max_ms"), math.inf)
+    return {"p50_ms": statistics.median(times), "p99_ms": percentile(times, 99), "max_ms": max(times)}
 
 
 def measure(up: dict[str, servers.Server], scene: Scene, arguments: argparse.Namespace) -> list[Row]:
@@ -467,10 +465,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=COUNT, default=4)
     parser.add_argument("--seconds", type=SECONDS, default=5, help="in which passes are measured beside what waits")
     parser.add_argument("--host-gb", type=number(float, 0.1), default=8, help="DSV4_HOST_GB of both servers")
-    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
+    add_requests(parser)
     arguments = servers.parse(parser, argv)
     check_lengths(parser, arguments)
     usual = {"crowd": (64, 256), "together": (256,)}.get(arguments.scene)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import CHECKOUT
+from benchmarks.client import add_requests
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.in_server import around, environment, note, read
@@ -290,10 +291,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=16, help="for each batch in a round")
     parser.add_argument("--steps", type=int, default=20, help="in a block")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
-    parser.add_argument("--vocabulary", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=420, help="seconds for the server to come up")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    add_requests(parser)
     arguments = servers.parse(parser, argv)
     if arguments.steps <= SETTLING or min(arguments.rounds, arguments.groups) < 1:
         parser.error(f"--rounds and --groups start at 1, --steps at {SETTLING + 1}")

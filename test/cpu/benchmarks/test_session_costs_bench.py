@@ -1,4 +1,4 @@
-"""What sessions cost, beside played servers: each scene runs to its end, and each bad figure misses its bound."""
+"""The benchmark of sessions' costs runs each scene beside played servers, and each bad figure misses its bound."""
 
 import contextlib
 import itertools
