@@ -27,6 +27,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "scenes": sessions.scenes,
         "pair": sessions.pair,
         "million": sessions.million,
+        "crowd": sessions.crowd,
     },
     "docs/peers.md": {"one run": pages.one_run},
     "docs/prep.md": {"graphs": pages.graphs},

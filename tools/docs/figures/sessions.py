@@ -97,6 +97,24 @@ def pair() -> str:
     )
 
 
+CROWD = {
+    "tokens a second, by those without, median round, {} running": "tokens a second, median round",
+    "the same, low end of the 99% interval, {} running": "low end of its 99% interval",
+    "latency of a request, p99, by that without, {} running": "latency, p99",
+}
+
+
+def crowd() -> str:
+    """Returns one row a number of running requests that never come back."""
+    result = read("sessions-crowd")
+    rows = [] if result is None else [
+        (f"[{size} running](results/sessions-crowd.json), {cards(result)}",
+         *(agent_bound(result, name.format(size), 2) for name in CROWD))
+        for size in sorted({row["size"] for row in result["rows"]})
+    ]  # fmt: skip
+    return table_if(("by the server with `off`", *CROWD.values()), rows)
+
+
 def million() -> str:
     """Returns first and later turns of two conversations of a million tokens."""
     result = read("sessions-1m")
