@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.board import Board
 from sglang_dsv4.hostmem.populate import populate, system_page
-from sglang_dsv4.hostmem.sharing import Sharers
+from sglang_dsv4.hostmem.sharing import MEMORY_NAME, Sharers
 from sglang_dsv4.hostmem.sizing import free_ram
 
 logger = logging.getLogger(__name__)
@@ -25,24 +26,29 @@ class Arena:
 
     cuts: offsets inside, ascending, at which it is registered in parts, as some hosts refuse more than 96 GiB in one
     call; no copy may cross one, and parts share no page. sharers: the ranks that share it; ``board`` lies before it.
+    keep_file: it lies in a file without a name, ``file``, from offset ``start`` on, so that a child process can map it.
 
     Registered with CUDA, not through torch's pinned allocator, which rounds a size up to a power of two: an arena of
     65 GiB would take 128. Pinning takes the pages, and without free ones the OOM killer ends a process: free RAM is
     checked again right before. Raises HostMemoryExhausted; with sharers ArenaNotShared, on each of them.
     """
 
-    def __init__(self, nbytes: int, pin: bool, cuts: Sequence[int] = (), sharers: Sharers | None = None) -> None:
+    def __init__(
+        self, nbytes: int, pin: bool, cuts: Sequence[int] = (), sharers: Sharers | None = None, keep_file: bool = False
+    ) -> None:
         self.nbytes = nbytes
         self.board: Board | None = None
         self._memory: mmap.mmap | None = None
         self.region = torch.empty(0, dtype=torch.uint8)
         self._parts = list(pairwise((0, *cuts, nbytes)))
         self._unpin: list[weakref.finalize] = []
+        self.file, self.start = -1, 0
+        self._keep_file = keep_file
         if sharers is not None:
             self._share(sharers, pin)
             return
         try:
-            self._map(mmap.mmap(-1, max(nbytes, system_page())), 0)
+            self._map(self._alone(max(nbytes, system_page())), 0)
         except (OSError, OverflowError) as error:
             raise HostMemoryExhausted(
                 f"cannot reserve {nbytes / 2**30:.2f} GiB of host memory; lower DSV4_HOST_GB"
@@ -52,6 +58,17 @@ class Arena:
             started = time.perf_counter()
             populate(self.region.data_ptr(), nbytes)
             self._pin(started)
+
+    def _alone(self, nbytes: int) -> mmap.mmap:
+        if not self._keep_file:
+            return mmap.mmap(-1, nbytes)
+        self._own(os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC))
+        os.ftruncate(self.file, nbytes)
+        return mmap.mmap(self.file, nbytes)
+
+    def _own(self, file: int) -> None:
+        self.file = file
+        weakref.finalize(self, os.close, file)
 
     def _share(self, sharers: Sharers, pin: bool) -> None:
         """Maps the memory of all sharers; each populates its part, whose pages are then near to its card."""
@@ -81,7 +98,10 @@ class Arena:
             self._memory, self.region = None, self.region[:0].clone()  # the error may live on, and this with it
             raise
         finally:
+            if self._keep_file and self._memory is not None:
+                self._own(sharers.duplicate())
             sharers.close()
+        self.start = start
         self.board = Board(self._memory, sharers.rank, sharers.ranks)
 
     def _map(self, memory: mmap.mmap, start: int) -> None:

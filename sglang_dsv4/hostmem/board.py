@@ -2,12 +2,13 @@
 
 Ranks issue the same tickets, of saves and loads, in the same order, so one number says how far a rank is.
 
-    a rank's line, int64:  | done | ballot 0 | ballot 1 | ... | named 0: 64 numbers | named 1: 64 numbers |
+    a rank's line, int64:  | done | ballot 0 | ballot 1 | told | heard | ... | named 0 | named 1 | told 0 | told 1 |
 
 ``done`` is the last ticket up to which none of the rank's transfers touches units any more. A ballot is twice its
 number plus the answer. Ballots alternate between two places: a rank that writes one again has seen every rank's next
-ballot, so every rank had read it. A line is written by its rank alone, each number in one store. A fence comes before a
-number that tells of anything written before it.
+ballot, so every rank had read it. What the first rank tells alternates, too; it waits for those that have not heard. A
+line is written by its rank alone, each number in one store. A fence comes before a number that tells of anything
+written before it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ SPIN = 0.0005  # seconds of waiting before it sleeps
 SLEEP = 0.00005
 NAMED = 64  # numbers that a rank can name at once
 
-_LINE = 256  # int64 a rank
-_DONE, _BALLOT, _NAMES = 0, 1, 64
+_LINE = 384  # int64 a rank
+_DONE, _BALLOT, _TOLD, _HEARD = 0, 1, 3, 4
+_NAMES, _TELLS = 64, 192  # each two lists of NAMED numbers
 
 
 class Board:
@@ -40,7 +42,7 @@ class Board:
         self._lines = np.frombuffer(memory, np.int64, ranks * _LINE).reshape(ranks, _LINE)
         self._mine = self._lines[rank]
         self._fence = fence_of_this_rank()
-        self._votes = 0
+        self._votes = self._tells = 0
 
     @staticmethod
     def bytes_for(ranks: int) -> int:
@@ -79,6 +81,36 @@ class Board:
         self.vote(True)
         found = set.intersection(*(set(line.tolist()) for line in named))
         return sorted(found - {0})
+
+    def is_done(self, ticket: int) -> bool:
+        """Returns whether every rank has published ``ticket``."""
+        return bool(self._lines[:, _DONE].min() >= ticket)
+
+    def tell(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the numbers that the first rank gives, at most ``NAMED``; all ranks call it equally often.
+
+        The first rank waits for none, but for those that have not heard what it told the time before the last.
+        Raises RankNotHeard.
+        """
+        self._tells += 1
+        first, place = self._lines[0], _TELLS + self._tells % 2 * NAMED
+        if self.rank == 0:
+            self._hear(self._lines[:, _HEARD], self._tells - 2)
+            first[place : place + len(numbers)] = numbers
+            first[place + len(numbers) : place + NAMED] = 0
+            self._fence()
+            first[_TOLD] = self._tells
+        else:
+            self._hear(self._lines[:1, _TOLD], self._tells)
+        told = [int(number) for number in first[place : place + NAMED] if number]
+        self._fence()  # it was read before it may be written again
+        self._mine[_HEARD] = self._tells
+        return told
+
+    def _hear(self, column: Any, least: int) -> None:
+        late = self._wait(column, least)
+        if late is not None:
+            raise self._not_heard(late, f"telling {column[late]}, and {least}")
 
     def _wait(self, column: Any, least: int) -> int | None:
         """Returns when all of ``column`` are at ``least``; after PATIENCE with the rank of the smallest."""

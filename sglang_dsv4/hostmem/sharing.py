@@ -25,7 +25,7 @@ from sglang_dsv4.hostmem.fences import why_unordered
 Exchange = Callable[[Any], list[Any]]
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_NAME = "sglang_dsv4"
+MEMORY_NAME = "sglang_dsv4"  # of each file, in /proc
 _TROUBLES = (OSError, ValueError, OverflowError, MemoryError, RuntimeError)
 
 
@@ -83,6 +83,10 @@ class Sharers:
         """Maps the memory into this process."""
         return mmap.mmap(self._file, nbytes)
 
+    def duplicate(self) -> int:
+        """Returns a file of the memory that outlives ``close``; its owner closes it."""
+        return os.dup(self._file)
+
     def close(self) -> None:
         """Closes the file; mapped memory stays. A second call does nothing."""
         if self._file >= 0:
@@ -133,7 +137,7 @@ def _offer(group: Hashable) -> tuple[int, _Offer | str]:
         return -1, unordered
     own, word = -1, secrets.token_bytes(16)
     try:
-        own = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        own = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         os.pwrite(own, word, 0)
         return own, _Offer(machine(), group, os.getpid(), own, word)
     except OSError as error:
@@ -151,7 +155,7 @@ def _members(offers: list[_Offer], rank: int) -> list[int]:
 def _open(offer: _Offer) -> int:
     """Opens the offered file. In a container another process may have that number: FileNotFoundError."""
     path, stranger = Path(f"/proc/{offer.process}/fd/{offer.file}"), f"process {offer.process} is another one here"
-    if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
+    if not str(path.readlink()).startswith(f"/memfd:{MEMORY_NAME}"):
         raise FileNotFoundError(stranger)
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(file, len(offer.word), 0) != offer.word:

@@ -38,6 +38,12 @@ class Tickets:
         if self._board is not None:
             self._board.wait_done(ticket)
 
+    def is_over(self, ticket: int) -> bool:
+        """Returns whether the transfers up to ``ticket`` are over, on every rank; waits for none."""
+        self._forget_passed()
+        done = not self._pending or self._pending[0][0] > ticket
+        return done and (self._board is None or self._board.is_done(ticket))
+
     def _forget_passed(self) -> None:
         while self._pending and self._pending[0][1].query():
             self._pending.popleft()
