@@ -86,7 +86,8 @@ class CopyService:
         self.context = context or ServerContext()
         self.counters = Counters()
         cuda = buffers.device.type == "cuda"
-        self.memory = HostMemory(buffers.families, size, cuda, self.counters.holds, sharers)
+        keeps_file = bool(settings.store.backend)
+        self.memory = HostMemory(buffers.families, size, cuda, self.counters.holds, sharers, keeps_file)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
         self._whole = whole_every(buffers)

@@ -12,11 +12,12 @@ pass behind a save they vote on it, and agree on what their clocks say: at the s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,7 @@ from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
 from sglang_dsv4.sessions.trie import Found, Key, Name, Page, Point, Trie
+from sglang_dsv4.transfer import verify
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class SessionStore:
         self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
         self.counters = SessionCounters()
+        self.on_gone: Callable[[Iterable[Page]], None] = lambda pages: None  # called with each page that went
         self._memory.cache = self
 
     # ------------------------------------------------------------------------------------------------- what is kept
@@ -293,6 +296,78 @@ class SessionStore:
         self._trie.add(namespace, behind, keys, pages)
         return pages
 
+    # ------------------------------------------------------------------------------------------------ from a store
+
+    @property
+    def trie(self) -> Trie:
+        """Returns the pages and points, to be read."""
+        return self._trie
+
+    @property
+    def in_tail(self) -> int:
+        """Counts the units of a window."""
+        return self._in_tail
+
+    @property
+    def page_size(self) -> int:
+        """Counts the tokens of a page."""
+        return self._page
+
+    def borrow_place(self, namespace: Hashable, keys: Sequence[Key]) -> tuple[int, UnitNumbers] | None:
+        """Takes units for a point behind the pages of ``keys``: for those that are not here, and for its window.
+
+        Returns how many pages are here, and the units, borrowed; None where the point is here, where half of the room
+        is not enough, or where plain points make none.
+        """
+        walked = self._trie.walk(namespace, keys)
+        last = walked[-1] if walked else None
+        point = None if last is None or len(walked) < len(keys) else self._trie.point.get(last)
+        needs = len(keys) - len(walked) + self._in_tail
+        if (point is not None and point.tail is not None) or 2 * needs > self._most or not self._is_clean():
+            return None
+        self._trie.used = last
+        try:
+            if not self._find_room(needs, "room", (PLAIN.rank, PLAIN.priority)):
+                return None
+            units = self._memory.borrow_free(needs)
+        finally:
+            self._done_with(last)
+        return None if units is None else (len(walked), units)
+
+    def adopt_read(self, namespace: Hashable, keys: Sequence[Key], first: int, units: UnitNumbers) -> Point | None:
+        """Keeps the point behind ``keys`` that was read into ``units``, or gives them back.
+
+        first: pages that were here when they were borrowed. None: pages before them went meanwhile, the point came by
+        another way, or there is no room.
+        """
+        walked = self._trie.walk(namespace, keys)
+        here, pages, tail = len(walked), units[: len(keys) - first], units[len(keys) - first :]
+        last = walked[-1] if walked else None
+        point = self._trie.point.get(last) if last is not None and here == len(keys) else None
+        new = len(keys) - here + len(tail)
+        if here < first or (point is not None and point.tail is not None) or self._held + new > self._most:
+            self._memory.end_borrow(units)
+            return None
+        came, kept = pages[: here - first], pages[here - first :]
+        self._memory.end_borrow(came)
+        self._memory.end_borrow([*kept, *tail], to_cache=True)
+        self._trie.used = last  # the pages of a point without a window stay
+        try:
+            if point is not None:
+                self._let_go(point, "superseded")
+            self._trie.add(namespace, last, keys[here:], kept)
+            made = self._put(namespace, kept[-1] if kept else walked[-1], tail, PLAIN)
+        finally:
+            self._done_with(last)
+        self._pages += len(kept)
+        self._windows += 1
+        made.from_store = True
+        if self._host.settings.verify:
+            sum_of = functools.partial(verify.checksum, self._memory)
+            self._checksums |= {page: sum_of(page) for page in kept}
+            made.checksums = [sum_of(unit) for unit in tail]
+        return made
+
     def _put(self, namespace: Hashable, page: Page, tail: UnitNumbers | None, hints: Hints) -> Point:
         self._made += 1
         point = Point(page, self._trie.depth(page) * self._page, tail, self._made)
@@ -355,7 +430,8 @@ class SessionStore:
     def record_hit(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
         """Counts a request that has ``tokens`` tokens more of its prefix after a load from ``first_page`` on."""
         alone = (first_page + 1) * self._page == point.tokens
-        self.counters.record_hit("window" if alone else "pages", tokens, nbytes)
+        kind = "store" if point.from_store else "window" if alone else "pages"
+        self.counters.record_hit(kind, tokens, nbytes)
 
     def stands(self, point: Point) -> bool:
         """Returns whether ``point`` was not let go."""
@@ -436,9 +512,9 @@ class SessionStore:
                 continue  # without it there is no more room
             found.append(point)
             freed = self._trie.freed_with(point, gone)
-            tail = len(point.tail or ())
-            missing -= tail + sum(not pool.is_shared(page) for page in freed)
-            over -= tail + len(freed)
+            freed += point.tail or ()
+            missing -= sum(not pool.is_shared(unit) for unit in freed)
+            over -= len(freed)
         return found
 
     def _let_go(self, point: Point, reason: str) -> None:
@@ -453,6 +529,7 @@ class SessionStore:
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
         self._memory.pool.forget(pages)
+        self.on_gone(pages)
         for page in pages if self._checksums else ():
             self._checksums.pop(page, None)
 
@@ -511,7 +588,9 @@ class SessionStore:
         if self._windows:
             self.counters.add("evicted", self._windows, reason)
         self._memory.pool.forget([*self._tails()])
-        self._memory.pool.forget(self._trie.clear())
+        gone = self._trie.clear()
+        self._memory.pool.forget(gone)
+        self.on_gone(gone)
         self._checksums.clear()
         self.order.clear()
         self._at.clear()

@@ -24,7 +24,8 @@ Page = int  # its host unit, which may be another page's when it is gone
 Key = bytes | memoryview  # its tokens
 Name = bytes  # of a page that may go meanwhile: its entry, of which no other page ever has this very object
 
-_packed = struct.Struct("<q").pack
+_NUMBER = struct.Struct("<q")
+_packed, _packed_bytes = _NUMBER.pack, _NUMBER.size
 _GONE = -(1 << 62)  # the parent of a page that went: no way leads over it
 
 
@@ -44,6 +45,7 @@ class Point:
     order: tuple[int, int] = (0, 0)
     checksums: list[int] | None = None
     node: Hashable = None
+    from_store: bool = False
 
 
 class Found(NamedTuple):
@@ -126,6 +128,19 @@ class Trie:
         """Returns the page of that name; None where it is gone."""
         page = None if name is None else self._pages.get(name)
         return page if page is not None and self._entries[page] is name else None
+
+    def key(self, page: Page) -> bytes:
+        """Returns the key of ``page``: its tokens."""
+        return self._entries[page][_packed_bytes:]
+
+    def before(self, page: Page) -> Page | None:
+        """Returns the page before; None before a first one."""
+        parent = self._parent[page]
+        return None if parent < 0 else parent
+
+    def namespace(self, first: Page) -> Hashable:
+        """Returns the name of the namespace whose first page is ``first``, or one of those."""
+        return self._numbered[self._parent[first]].name
 
     def depth(self, page: Page | None) -> int:
         """Counts the pages up to ``page``; none before the first."""
