@@ -1,4 +1,4 @@
-# make demo | drills | test | test-gpu | test-server | docs | results | missed | bench | lint | compat | dist      SGLANG=0.5.22 or 0.5.23 (default)
+# make demo | drills | test | stores | test-gpu | test-server | docs | results | missed | bench | lint | compat | dist      SGLANG=0.5.22 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)
@@ -15,7 +15,7 @@ RUN := $(BIN)/python
 READY := $(BIN)/.ready
 endif
 
-.PHONY: results missed demo drills docs test test-gpu test-server bench lint format compat dist clean
+.PHONY: stores results missed demo drills docs test test-gpu test-server bench lint format compat dist clean
 
 demo: $(READY)
 	$(RUN) -m sglang_dsv4.cli.main demo $(ARGS)
@@ -26,6 +26,9 @@ test: export MKL_NUM_THREADS := 1
 test: export OPENBLAS_NUM_THREADS := 1
 test: $(BIN)/.ready-test
 	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# A real Mooncake and NIXL for test/cpu/store; without them those tests are skipped, and say so.
+stores: $(BIN)/.ready-stores
 
 # Four faults, really provoked: what a user sees of each.
 drills: $(READY)
@@ -89,6 +92,10 @@ $(BIN)/.ready: $(PINS) pyproject.toml
 
 $(BIN)/.ready-test: $(BIN)/.ready requirements/test.txt
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements/test.txt
+	touch $@
+
+$(BIN)/.ready-stores: $(BIN)/.ready-test .ci/install-mooncake
+	.ci/install-mooncake $(BIN)/python
 	touch $@
 
 .venv-lint/.ready: requirements/lint.txt

@@ -192,8 +192,8 @@ class SessionCounters(Counts):
     save_seconds: float = counter("session_save_seconds_total", "Host seconds spent in saves of sessions.")
     loaded_bytes: int = counter("session_loaded_bytes_total", "Bytes of sessions written back to the device.")
     hits: Counter[str] = counter(
-        "session_hits_total", "Requests that went on: pages loaded, or a window alone.", "kind",
-        known=("pages", "window"),
+        "session_hits_total", "Requests that went on: pages loaded, a window alone, or what came from a store.", "kind",
+        known=("pages", "window", "store"),
     )  # fmt: skip
     tokens: int = counter("session_tokens_total", "Tokens of sessions that were not prefilled again.")
     verified: int = counter("session_verified_total", "Loads of sessions compared, byte for byte (DSV4_VERIFY).")
@@ -227,6 +227,32 @@ class SessionCounters(Counts):
         """Notes the points and the bytes of their units."""
         self.set("points", points)
         self.set("held_bytes", held_bytes)
+
+
+PUTS = ("ok", "known", "failed", "full", "dropped")
+GETS = ("ok", "missing", "no_seal", "another", "wrong", "failed")
+
+
+@dataclass
+class StoreCounters(Counts):
+    """Counts what goes to a store and comes from it. Of the ranks that share an arena the first one counts units."""
+
+    points: Counter[str] = counter(
+        "store_points_total", "Points of finished requests: sent, gone before it, or dropped as too many waited.",
+        "outcome", known=("sent", "gone", "dropped"),
+    )  # fmt: skip
+    units: Counter[tuple[str, str]] = counter(
+        "store_units_total", "Units that were put or got, by outcome.", "op", "outcome",
+        known=(*(("put", outcome) for outcome in PUTS), *(("get", outcome) for outcome in GETS)),
+    )  # fmt: skip
+    nbytes: Counter[str] = counter("store_bytes_total", "Bytes that were put and got.", "op", known=("put", "get"))
+    asks: Counter[str] = counter(
+        "store_asks_total", "Prompts asked for: found in time, too late, without room here, not there, or failed.",
+        "outcome", known=("hit", "late", "room", "miss", "failed"),
+    )  # fmt: skip
+    tokens: int = counter("store_tokens_total", "Tokens whose cache was read from a store.")
+    is_open: int = gauge("store_open", "1 while nothing is sent to a store, because it failed.")
+    is_up: int = gauge("store_up", "1 while the process of a store works.")
 
 
 @dataclass

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import json
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dsv4.errors import SettingError
@@ -29,6 +31,7 @@ SERVICE_LINK = re.compile(
 )
 SERVICE_PORT = re.compile(r"DSV4_(\w+_)?PORT=(tcp|udp|sctp)://.*")
 MOST_GIB = 1 << 20
+LEAST_SECRET = 16  # bytes
 
 
 def _gigabytes(text: str) -> float | None:
@@ -61,6 +64,56 @@ def _sessions(text: str) -> Sessions:
     with contextlib.suppress(ValueError):
         return Sessions(most_gib=_gigabytes(text))
     raise ValueError("must be a positive number of GiB, plain, auto or off")
+
+
+class Store(NamedTuple):
+    """Names the store of sessions. backend: the engine's name of it; empty: none. folder: of a store of files."""
+
+    backend: str = ""
+    folder: str = ""
+
+
+NO_STORE = Store()
+
+
+def _store(text: str) -> Store:
+    if text == "off":
+        return NO_STORE
+    if "/" in text:
+        if not Path(text).is_absolute():
+            raise ValueError("must be an absolute folder, the name of a storage backend, or off")
+        return Store("file", text)
+    if re.fullmatch(r"\w+", text):
+        return Store(text)
+    raise ValueError("must be an absolute folder, the name of a storage backend, or off")
+
+
+def _text_or_file(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {error}") from error
+
+
+def _store_config(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(_text_or_file(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be JSON, or @FILE with it: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object")  # noqa: TRY004 - as the other parsers
+    return found
+
+
+def _secret(text: str) -> bytes:
+    if text and not text.startswith("@"):
+        raise ValueError("must be @FILE: what is in the environment can be read by others")
+    found = _text_or_file(text).strip().encode()
+    if text and len(found) < LEAST_SECRET:
+        raise ValueError(f"must be a file of at least {LEAST_SECRET} bytes")
+    return found
 
 
 def _flag(text: str) -> bool:
@@ -133,6 +186,33 @@ TABLE: dict[str, Setting] = {
         "servers, in all of it that no retracted request holds; auto: of prefill servers, too; a number: as auto, in "
         "at most so many GiB; off: of none",
     ),
+    "store": Setting(
+        "DSV4_STORE",
+        _store,
+        "off",
+        "store that outlives the server, to which sessions are written and from which they come back (docs/store.md); "
+        "a folder: files in it; a name: that storage backend of the engine, with DSV4_STORE_CONFIG; off: none",
+    ),
+    "store_config": Setting(
+        "DSV4_STORE_CONFIG",
+        _store_config,
+        "{}",
+        "configuration of the store's backend, JSON as for --hicache-storage-backend-extra-config, or @FILE with it",
+    ),
+    "store_model": Setting(
+        "DSV4_STORE_MODEL",
+        str,
+        "auto",
+        "name of the model in the store's keys; auto: a digest of its configuration and weights, so that no other "
+        "model's cache is taken for its own",
+    ),
+    "store_secret": Setting(
+        "DSV4_STORE_SECRET",
+        _secret,
+        "",
+        "@FILE with a secret that the servers of a store share: keys and seals are made with it, and who does not have "
+        "it can cause misses alone",
+    ),
     "layout": Setting(
         "DSV4_LAYOUT",
         _choice("stock", "page-major"),
@@ -160,6 +240,10 @@ class Settings:
     prep: str = "auto"
     plain: str = "auto"
     sessions: Sessions = PLAIN_SERVERS
+    store: Store = NO_STORE
+    store_config: dict[str, Any] = field(default_factory=dict)
+    store_model: str = "auto"
+    store_secret: bytes = field(default=b"", repr=False)
     layout: str = "stock"
     verify: bool = False
 

@@ -1,0 +1,401 @@
+"""Writes the points of finished requests to a store, and reads those that a prompt can go on from.
+
+Every rank of an arena has a tier. The first one alone has a client, and tells the others what it heard: so all of them
+borrow, keep and give back the same units in the same pass, and admit the same requests.
+
+    write   a final point -> slices of units, pages first, the window last -> copied: the units are back
+    ask     a prompt -> found: units are borrowed for it -> loaded: they are a point of the sessions
+            late: its request waits no longer; what comes then serves the next turn
+
+Nothing here waits for the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from sglang_dsv4.hostmem.board import NAMED
+from sglang_dsv4.hostmem.pool import UnitNumbers
+from sglang_dsv4.metrics import StoreCounters
+from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
+from sglang_dsv4.sessions.trie import Page, Point
+from sglang_dsv4.store.client import State, StoreClient
+from sglang_dsv4.store.keys import Keys
+from sglang_dsv4.store.wire import PAGE, Code, Piece, Question, Spot
+
+logger = logging.getLogger(__name__)
+
+SLICE = 64  # units of a write: what a long session needs at once
+MOST_BORROWED = 192  # units that writes may hold
+MOST_FINAL = 1024  # points that wait to be written; beyond, new ones are not
+STORED = (Code.OK, Code.KNOWN)
+WRONG = (Code.NO_SEAL, Code.ANOTHER, Code.WRONG)
+
+
+class What(IntEnum):
+    """Says what happened to a ticket."""
+
+    COPIED = 1  # value: units of a write so far
+    STORED = 2  # value: whether all of them were
+    FOUND = 3  # value: pages up to the last stored point; 0: none
+    LATE = 4
+    LOADED = 5  # value: whether all units are right
+    FAILED = 6
+
+
+class Told(NamedTuple):
+    """Tells one thing of a ticket; every rank hears the same."""
+
+    number: int
+    what: What
+    value: int = 0
+
+
+class Patience(NamedTuple):
+    """Says how many seconds a request waits for a store: base, and for each 1,024 tokens that it may spare."""
+
+    base: float
+    per_ki_token: float
+
+    def seconds(self, tokens: int) -> float:
+        """Returns the limit of a request that may spare ``tokens``."""
+        return self.base + self.per_ki_token * tokens / 1024
+
+
+@dataclass(eq=False)
+class Write:
+    """Holds one slice of a point."""
+
+    pages: list[Page]
+    units: UnitNumbers
+    after: int  # the ticket of the transfers that fill them
+    pieces: list[Piece] = field(default_factory=list)  # of the rank with the client
+    back: int = 0  # units that came back
+
+
+@dataclass(eq=False)
+class Ask:
+    """Holds the question of one prompt. waits: its request is not admitted meanwhile.
+
+    have, count: pages of the last point that is here, and of the prompt. first: pages that were here when the units
+    were borrowed. ticket: of the client. limit: when it is late, on this rank's clock.
+    """
+
+    namespace: Hashable
+    tokens: array[int]
+    have: int
+    count: int
+    started: float
+    limit: float
+    waits: bool = True
+    late: bool = False
+    end: int = 0
+    first: int = 0
+    units: UnitNumbers = field(default_factory=list)
+    ticket: int | None = None
+
+
+class Tier:
+    """Joins the sessions of one rank to a store. The scheduler thread owns it.
+
+    client: of the first rank of an arena; None on the others.
+    """
+
+    def __init__(
+        self, sessions: SessionStore, memory: Any, client: StoreClient | None, keys: Keys, patience: Patience,
+        weights: Any,
+    ) -> None:  # fmt: skip
+        """Starts with nothing written. weights: () -> the version of the weights; with another one the tier is off."""
+        self._sessions, self._memory, self._client, self._keys = sessions, memory, client, keys
+        self._trie, self._page = sessions.trie, sessions.page_size
+        self._patience, self._weights, self._first_weights = patience, weights, weights()
+        self.counters = StoreCounters()
+        self._final: deque[Point] = deque()
+        self._todo: list[Page] | None = None  # pages of the first of them that are not sent
+        self._sent: set[Page] = set()
+        self._borrowed = 0  # by writes
+        self._open: dict[int, Write | Ask] = {}
+        self._numbers = 0
+        self._asked: dict[int, int] = {}  # tickets of the client -> numbers
+        self._to_send: deque[int] = deque()  # writes whose units are not filled yet
+        self._to_tell: deque[Told] = deque()
+        self._told_error = "" if client is None else client.last_error
+        sessions.on_gone = self._forget
+
+    @property
+    def is_on(self) -> bool:
+        """Returns whether the weights are those of the start: what is stored is of them."""
+        return bool(self._weights() == self._first_weights)
+
+    def units(self) -> list[int]:
+        """Returns the units that are borrowed."""
+        return [unit for one in self._open.values() for unit in one.units[getattr(one, "back", 0) :]]
+
+    # ------------------------------------------------------------------------------------------------------- a pass
+
+    def end_pass(self) -> None:
+        """Takes what happened, and sends what may be sent; once a pass, on every rank."""
+        if self._client is not None:
+            self._look(self._client)
+        for told in self._hear():
+            self._take(told)
+        if not self.is_on:
+            self._stop()
+        self._borrow_slices()
+        if self._client is not None:
+            self._send_writes(self._client)
+
+    def _hear(self) -> list[Told]:
+        if not self._open:
+            return []
+        board, mine = self._memory.arena.board, [self._to_tell.popleft() for _ in range(min(NAMED, len(self._to_tell)))]
+        if board is None:
+            return mine
+        return [_unpacked(number) for number in board.tell([_packed(told) for told in mine])]
+
+    def _look(self, client: StoreClient) -> None:
+        """Notes what the client says, and which requests have waited long enough."""
+        for event in client.poll():
+            number = self._asked.get(event.ticket)
+            if number is None:
+                continue
+            if event.name == "copied":
+                self._to_tell.append(Told(number, What.COPIED, event.value))
+                continue
+            one = self._open[number]
+            self._to_tell.append(self._answer(number, one, event))
+            if event.name != "found" or not event.value:
+                del self._asked[event.ticket]
+        now = time.monotonic()
+        for number, one in self._open.items():
+            if isinstance(one, Ask) and not one.late and now > one.limit:
+                one.late = True
+                self._to_tell.append(Told(number, What.LATE))
+        if client.last_error != self._told_error:
+            self._told_error = client.last_error
+            logger.warning("store: %s", client.last_error)
+        self.counters.set("is_open", int(client.breaker_open))
+        self.counters.set("is_up", int(client.state is State.UP))
+
+    def _answer(self, number: int, one: Write | Ask, event: Any) -> Told:
+        """Counts an event by unit, and returns what the ranks hear of it."""
+        op, size = ("put" if isinstance(one, Write) else "get"), self._memory.units.nbytes
+        if event.name == "found":
+            return Told(number, What.FOUND, event.value)
+        if event.name == "failed":
+            self.counters.add("units", len(event.units), op, "failed")
+            return Told(number, What.FAILED)
+        codes = [Code(code) for code in event.value]
+        wrong = sorted({code.name.lower() for code in codes if code in WRONG})
+        if wrong:
+            logger.warning("store: units have not the bytes that were stored (%s), and are not used", ", ".join(wrong))
+        for code in codes:
+            self.counters.add("units", 1, op, code.name.lower())
+        self.counters.add("nbytes", size * codes.count(Code.OK), op)
+        if event.name == "stored":
+            return Told(number, What.STORED, int(all(code in STORED for code in codes)))
+        return Told(number, What.LOADED, int(bool(codes) and all(code is Code.OK for code in codes)))
+
+    def _take(self, told: Told) -> None:
+        one = self._open.get(told.number)
+        if one is None:
+            return
+        if isinstance(one, Write):
+            self._take_of_write(told, one)
+        elif told.what is What.LATE:
+            one.waits, one.late = False, True
+        elif told.what is What.FOUND and told.value:
+            self._found(told.number, one, told.value)
+        else:
+            self._end_ask(told, one)
+
+    def _stop(self) -> None:
+        """Leaves requests and points alone once the weights are others."""
+        self._final.clear()
+        self._todo = None
+        for one in self._open.values():
+            if isinstance(one, Ask):
+                one.waits = False
+
+    def _forget(self, pages: Iterable[Page]) -> None:
+        """Forgets pages that went."""
+        self._keys.forget(pages)
+        self._sent.difference_update(pages)
+
+    # ------------------------------------------------------------------------------------------------------- writes
+
+    def write(self, point: Point) -> None:
+        """Has ``point``, the last one of its request, written when its save was checked."""
+        if not self.is_on or point.from_store:
+            return
+        if len(self._final) < MOST_FINAL:
+            self._final.append(point)
+        else:
+            self.counters.add("points", 1, "dropped")
+
+    def _borrow_slices(self) -> None:
+        """Borrows units of the points that wait, as far as writes may hold them; the same on every rank."""
+        while self._final and self._borrowed < MOST_BORROWED:
+            point = self._final[0]
+            if not self._sessions.stands(point):
+                self._next_point("gone")
+                continue
+            if self._todo is None:
+                self._todo = self._unsent(point.page)
+            pages = self._todo[:SLICE]
+            del self._todo[:SLICE]
+            tail = [] if self._todo else point.tail or []
+            self._borrow(point, pages, tail)
+            if not self._todo:
+                self._next_point("sent")
+
+    def _next_point(self, outcome: str) -> None:
+        self._final.popleft()
+        self._todo = None
+        self.counters.add("points", 1, outcome)
+
+    def _unsent(self, page: Page | None) -> list[Page]:
+        """Returns the pages up to ``page`` behind the last one that was sent, or none."""
+        found = []
+        while page is not None and page not in self._sent:
+            found.append(page)
+            page = self._trie.before(page)
+        return found[::-1]
+
+    def _borrow(self, point: Point, pages: list[Page], tail: list[int]) -> None:
+        units = [*pages, *tail]
+        write = Write(pages, units, self._memory.pool.last_ticket(units))
+        self._memory.borrow(units)
+        self._borrowed += len(units)
+        self._sent.update(pages)
+        number = self._number(write)
+        if self._client is not None:
+            write.pieces = [Piece(page, PAGE, self._keys.of(page)) for page in pages]
+            write.pieces += [Piece(unit, part, self._keys.of(point.page)) for part, unit in enumerate(tail, PAGE + 1)]
+            self._to_send.append(number)
+
+    def _send_writes(self, client: StoreClient) -> None:
+        """Sends the writes whose units are filled, in their order."""
+        while self._to_send:
+            number = self._to_send[0]
+            write = self._open[number]
+            assert isinstance(write, Write)
+            if not self._memory.tickets.is_over(write.after):
+                return
+            self._to_send.popleft()
+            ticket = client.write(write.pieces)
+            if ticket is None:
+                self.counters.add("units", len(write.units), "put", "dropped")
+                self._to_tell.append(Told(number, What.FAILED))
+            else:
+                self._asked[ticket] = number
+
+    def _take_of_write(self, told: Told, write: Write) -> None:
+        back = told.value if told.what is What.COPIED else len(write.units)
+        self._memory.end_borrow(write.units[write.back : back])
+        self._borrowed -= back - write.back
+        write.back = back
+        if told.what is What.COPIED:
+            return
+        del self._open[told.number]
+        if not told.value:  # they are sent again with a later point
+            self._sent.difference_update(write.pages)
+
+    # --------------------------------------------------------------------------------------------------------- asks
+
+    def ask(self, namespace: Hashable, tokens: Any, limit: int, have: int) -> Ask | None:
+        """Asks for a point among the first ``limit`` of ``tokens``; every rank asks alike.
+
+        have: tokens that are here. None: it could spare too few, or the tier is off.
+        """
+        count, have = max(0, limit - self._trie.ahead) // self._page, have // self._page
+        spared = (count - have) * self._page
+        if not self.is_on or spared < FEWEST_TOKENS:
+            return None
+        now, own = time.monotonic(), array("q", tokens[: count * self._page + self._trie.ahead])
+        ask = Ask(namespace, own, have, count, now, now + self._patience.seconds(spared))
+        number = self._number(ask)
+        if self._client is not None:
+            first = len(self._trie.walk(namespace, self._trie.keys(own, count * self._page)))
+            question = Question(self._keys.root(namespace), have, first, count, self._page, self._trie.ahead, 0)
+            ask.ticket = self._client.ask(question, own)
+            if ask.ticket is None:
+                self._to_tell.append(Told(number, What.FAILED))
+            else:
+                self._asked[ask.ticket] = number
+        return ask
+
+    def _found(self, number: int, ask: Ask, end: int) -> None:
+        """Borrows units for a point that the store has, and has them filled."""
+        ask.end = end
+        place = self._sessions.borrow_place(ask.namespace, self._keys_of(ask)) if self.is_on else None
+        if place is None:
+            if self._client is not None and ask.ticket is not None:
+                self._client.drop(ask.ticket)
+                self._asked.pop(ask.ticket, None)
+            self._finish(number, ask, "late" if ask.late else "room")
+            return
+        ask.first, ask.units = place
+        if self._client is None or ask.ticket is None:
+            return
+        pages = end - ask.first
+        spots = [Spot(unit, PAGE, ask.first + at) for at, unit in enumerate(ask.units[:pages])]
+        spots += [Spot(unit, part, end - 1) for part, unit in enumerate(ask.units[pages:], PAGE + 1)]
+        if not self._client.load(ask.ticket, spots):
+            self._client.drop(ask.ticket)
+            self._asked.pop(ask.ticket, None)  # its process may have died meanwhile
+            self._to_tell.append(Told(number, What.FAILED))
+
+    def _end_ask(self, told: Told, ask: Ask) -> None:
+        if not ask.units:
+            self._finish(told.number, ask, "failed" if told.what is What.FAILED else "miss")
+            return
+        if told.what is not What.LOADED or not told.value or not self.is_on:
+            self._memory.end_borrow(ask.units)
+            self._finish(told.number, ask, "failed")
+            return
+        keys = self._keys_of(ask)
+        point = self._sessions.adopt_read(ask.namespace, keys, ask.first, ask.units)
+        if point is None:
+            self._finish(told.number, ask, "late" if ask.late else "room")
+            return
+        self._sent.update(self._trie.path(point.page)[ask.first :])
+        self.counters.add("tokens", (ask.end - ask.first) * self._page)
+        logger.info(
+            "read %d tokens from the store, %.1f MB in %.1f ms", point.tokens,
+            len(ask.units) * self._memory.units.nbytes / 1e6, (time.monotonic() - ask.started) * 1e3,
+        )  # fmt: skip
+        self._finish(told.number, ask, "late" if ask.late else "hit")
+
+    def _keys_of(self, ask: Ask) -> list[Any]:
+        return list(self._trie.keys(ask.tokens, ask.end * self._page))
+
+    def _finish(self, number: int, ask: Ask, outcome: str) -> None:
+        ask.waits, ask.units = False, []
+        del self._open[number]
+        self.counters.add("asks", 1, outcome)
+
+    def _number(self, one: Write | Ask) -> int:
+        self._numbers += 1
+        self._open[self._numbers] = one
+        return self._numbers
+
+    def close(self, seconds: float) -> None:
+        """Ends the store's process, behind what it accepted."""
+        if self._client is not None:
+            self._client.close(seconds)
+
+
+def _packed(told: Told) -> int:
+    return told.number << 32 | told.what << 28 | told.value
+
+
+def _unpacked(number: int) -> Told:
+    return Told(number >> 32, What(number >> 28 & 15), number & (1 << 28) - 1)

@@ -1,0 +1,196 @@
+"""A server that comes back goes on from its store, every byte judged; nothing a store does reaches a request.
+
+The engine's own scheduler loop and prefix tree; the stand-in for a forward judges each byte that it reads.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from memory_store import MemoryClient, MemoryStore
+
+from sglang_dsv4.engine.plain import store_start
+from sglang_dsv4.engine.state import request_state, server
+from sglang_dsv4.store.tier import Patience
+from sglang_dsv4.testing import demo_sessions
+
+VOCABULARY = 50_000
+
+
+def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, **client):
+    """Starts a server whose store has ``objects``; returns it, its sessions and its tier."""
+    monkeypatch.setenv("DSV4_STORE", "/nowhere")
+    monkeypatch.setenv("DSV4_STORE_MODEL", model)
+    monkeypatch.setattr(store_start, "_config", lambda settings: {})
+
+    def made(settings, config, sessions, plain):
+        return MemoryClient(objects, plain.host.memory, seed, **client)
+
+    monkeypatch.setattr(store_start, "_client", made)
+    world = demo_sessions.server("0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts)
+    sessions, plain = demo_sessions.parts_of(world)
+    return world, sessions, plain.tier
+
+
+def tokens(rng, count):
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def converse(world, rng, prompts=3, **arguments):
+    """Plays first turns; returns what was said in each."""
+    said = []
+    for _ in range(prompts):
+        req = world.submit(tokens(rng, rng.randint(1300, 2500)), max_new=rng.randint(5, 300), **arguments)
+        world.run()
+        said.append([*req.origin_input_ids, *req.output_ids])
+    return said
+
+
+def go_on(world, rng, said, **arguments):
+    """Plays a second turn of each; returns the requests."""
+    found = []
+    for words in said:
+        found.append(world.submit([*words, *tokens(rng, rng.randint(1, 300))], max_new=8, **arguments))
+        world.run()
+    return found
+
+
+def settle(tier):
+    for _ in range(30):
+        tier.end_pass()
+    assert not tier.units()
+
+
+def whole(words, drafts=0):
+    """The tokens up to the last page end that a next turn can go on from."""
+    return (len(words) - 1 - bool(drafts)) // 256 * 256
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("verify", [False, True])
+def test_each_conversation_goes_on_in_the_next_life(monkeypatch, drafts, verify):
+    objects, rng = MemoryStore(), random.Random(drafts)
+    world, _, tier = start(monkeypatch, objects, verify, drafts)
+    said = converse(world, rng)
+    settle(tier)
+    again, sessions, tier = start(monkeypatch, objects, verify, drafts)
+    for words, req in zip(said, go_on(again, rng, said), strict=True):
+        assert req.cached_tokens == req.cached_tokens_storage == whole(words, drafts) > 1000
+        assert (req.cached_tokens_device, req.cached_tokens_host) == (0, 0)
+    assert sessions.counters.hits == {"store": len(said)}
+    assert sessions.counters.verified == (len(said) if verify else 0)
+    settle(tier)
+    again.check_integrity()
+    sessions.check_integrity()
+
+
+def test_a_turn_behind_a_turn_of_the_store_is_written_alone(monkeypatch):
+    objects, rng = MemoryStore(), random.Random(1)
+    world, _, tier = start(monkeypatch, objects)
+    (words,) = converse(world, rng, 1)
+    settle(tier)
+    world, _, tier = start(monkeypatch, objects)
+    req = world.submit([*words, *tokens(rng, 600)], max_new=40)
+    world.run()
+    settle(tier)
+    longer = [*req.origin_input_ids, *req.output_ids]
+    new = (whole(longer) - whole(words)) // 256
+    assert tier.counters.units["put", "ok"] == new + tier._sessions.in_tail
+    world, _, tier = start(monkeypatch, objects)
+    assert go_on(world, rng, [longer])[0].cached_tokens == whole(longer)
+
+
+def test_another_tenant_or_model_finds_nothing(monkeypatch):
+    objects, rng = MemoryStore(), random.Random(2)
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, 2, cache_salt="a")
+    settle(tier)
+    for salt, model, found in (("b", "m", False), (None, "m", False), ("a", "other", False), ("a", "m", True)):
+        world, _, _ = start(monkeypatch, objects, model=model)
+        salted = {} if salt is None else {"cache_salt": salt}
+        got = [req.cached_tokens for req in go_on(world, rng, said, **salted)]
+        assert all(got) if found else not any(got), (salt, model)
+
+
+def test_a_request_that_waits_holds_up_no_other_and_leaves_by_an_abort(monkeypatch):
+    objects, rng = MemoryStore(), random.Random(3)
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, 2)
+    settle(tier)
+    world, _, tier = start(monkeypatch, objects)
+    tier._patience = Patience(60.0, 0.0)
+    tier._client.hangs = True
+    first, second = (world.submit([*words, 7, 8, 9], max_new=4) for words in said)
+    other = world.submit(tokens(rng, 300), max_new=4)
+    for _ in range(12):
+        world.step()
+    assert other.finished() and world.waiting == [first, second]
+    world.abort(first)
+    assert world.waiting == [second]
+    tier._client.hangs = False
+    world.run()
+    assert second.cached_tokens == whole(said[1])
+    settle(tier)
+    world.check_integrity()
+
+
+def test_a_late_store_costs_the_wait_alone(monkeypatch):
+    objects, rng = MemoryStore(), random.Random(4)
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, 1)
+    settle(tier)
+    world, _, tier = start(monkeypatch, objects)
+    tier._patience = Patience(0.0, 0.0)
+    tier._client.hangs = True
+    (req,) = go_on(world, rng, said)
+    assert req.cached_tokens == 0
+    tier._client.hangs = False
+    settle(tier)
+    assert tier.counters.asks == {"late": 1}
+    world.evict(demo_sessions.ALL, demo_sessions.ALL)
+    assert go_on(world, rng, said)[0].cached_tokens >= whole(said[0])
+
+
+def test_after_a_weight_update_nothing_is_asked_or_written(monkeypatch):
+    objects, rng = MemoryStore(), random.Random(5)
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, 1)
+    settle(tier)
+    written = len(objects.objects)
+    world, _, tier = start(monkeypatch, objects)
+    monkeypatch.setattr(server, "weight_version", server.weight_version + 1)
+    monkeypatch.setattr(server, "clean_version", server.weight_version)
+    assert go_on(world, rng, said)[0].cached_tokens == 0
+    settle(tier)
+    assert len(objects.objects) == written
+
+
+def test_nothing_of_an_aborted_request_is_written(monkeypatch):
+    objects, rng = MemoryStore(), random.Random(6)
+    world, _, tier = start(monkeypatch, objects)
+    req = world.submit(tokens(rng, 2000), max_new=300)
+    for _ in range(20):
+        world.step()
+    world.abort(req)
+    world.run()
+    settle(tier)
+    assert not objects.objects and request_state(req).kept is not None, "its prompt is kept on the host alone"
+
+
+def test_retracts_find_as_much_room_beside_a_store(monkeypatch):
+    """What is being written is not kept from them for long, and what is read never takes a copy's room."""
+    objects, rng = MemoryStore(), random.Random(7)
+    world, sessions, tier = start(monkeypatch, objects, at_once=False)
+    requests = [world.submit(tokens(rng, rng.randint(1100, 1500)), max_new=60) for _ in range(4)]
+    for _ in range(40):
+        world.step()
+        if world.retractable:
+            world.retract(rng.choice(world.retractable))
+    world.run()
+    assert all(req.finished() for req in requests)
+    for _ in range(200):
+        tier.end_pass()
+    assert not tier.units()
+    sessions.check_integrity()
+    world.check_integrity()
