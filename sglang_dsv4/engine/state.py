@@ -117,10 +117,12 @@ class RequestState:
     restored: int | None = None  # tokens with which it came back on a plain server, while it publishes nothing
     point: Any = None  # its last look-up in the sessions
     hints: Any = None  # about its session
+    ask: Any = None  # its question to the store
     chunks: list[int] = field(default_factory=list)  # where the chunks of its prefill began
     partial: Any = None  # the point without a window up to which its pages are kept
     too_long: bool = False  # its prompt found no room, so nothing of it is kept before its end
     kept: Any = None  # its last point that it left in the sessions
+    from_store: bool = False  # what sessions brought back of its prefix came from a store
     on_device: int | None = None  # tokens of its prefix before sessions brought more back, until those are told
 
 

@@ -25,6 +25,7 @@ from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.engine.plain.publish import keep_from_tree
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of, sweep
+from sglang_dsv4.engine.plain.store import kept_back
 from sglang_dsv4.engine.releases import engine_release
 
 Original = Callable[..., Any]
@@ -76,9 +77,15 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
         sweep(plain, scheduler.waiting_queue)
     if plain.sessions is not None:
         plain.sessions.end_pass(launched=scheduler.last_batch is not None)
+        if plain.tier is not None:
+            plain.tier.end_pass()
         if plain.to_prefetch:
             sessions.prefetch(plain, plain.sessions, scheduler)
-    plan = original(scheduler, running_batch)
+    if plain.asking:
+        with kept_back(plain, scheduler):
+            plan = original(scheduler, running_batch)
+    else:
+        plan = original(scheduler, running_batch)
     if plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_prebuilt():
         plan.running_batch = _joined(plain, scheduler, plan.batch_to_run, plan.running_batch)
         plan.batch_to_run = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.engine.plain import hicache
 from sglang_dsv4.engine.retract.save import (
@@ -34,6 +34,9 @@ from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
+
+if TYPE_CHECKING:
+    from sglang_dsv4.store.tier import Tier
 
 NAME = "dsv4_plain"  # attribute of the pool
 
@@ -64,6 +67,8 @@ class PlainServing:
         self.pool, self.host, self.joins_decode = pool, host, joins_decode
         self.publishes = publishes
         self.sessions: SessionStore | None = None
+        self.tier: Tier | None = None  # of the sessions, beyond this server
+        self.asking: list[Any] = []  # requests that wait for it
         self.to_prefetch: deque[Any] = deque()  # requests whose sessions are to be loaded before their admission
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
@@ -102,6 +107,8 @@ class PlainServing:
             self.drop(saved)
         if self.sessions is not None:
             self.sessions.clear("role")
+            if self.tier is not None:
+                self.tier.close(0.0)
             self.host.memory.cache = None
 
     def left_to_engine(self, reason: str, message: str) -> None:

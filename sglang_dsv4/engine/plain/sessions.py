@@ -30,6 +30,7 @@ import torch
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain import room
 from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of
+from sglang_dsv4.engine.plain.store import ask
 from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.errors import AnotherRank, IndexMismatch, WindowNotMapped
@@ -58,7 +59,9 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
     # is prefilled again with its output, there are such chunks behind its prompt, too.
     if req.extend_end >= len(req.full_untruncated_fill_ids):
         if branch is not None:
-            _keep(plain, plain.sessions, req, tree_cache, branch)
+            point = _keep(plain, plain.sessions, req, tree_cache, branch)
+            if point is not None and plain.tier is not None:
+                plain.tier.write(point)
         _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
         tell_node(plain.sessions, req)
         end_prompt(plain.sessions, req)
@@ -118,6 +121,14 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
         store.counters.add("crowded")
         return
     _keep_own(plain, store, req, tree, computed)
+    write_final(plain, req)
+
+
+def write_final(plain: PlainServing, req: Any) -> None:
+    """Has the last point of ``req``, behind which none of it comes, written to the store."""
+    kept = request_state(req).kept
+    if plain.tier is not None and kept is not None:
+        plain.tier.write(kept)
 
 
 def _needs_a_save(store: SessionStore, req: Any, end: int) -> bool:
@@ -196,8 +207,12 @@ def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> Non
 def after_add_request(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     """Runs AFTER Scheduler._add_request_to_queue: a request that asks for it is loaded before its admission."""
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
-    if plain is not None and plain.sessions is not None and _hints(plain.sessions, req).prefetch:
+    if plain is None or plain.sessions is None:
+        return
+    if _hints(plain.sessions, req).prefetch:
         plain.to_prefetch.append(req)
+    if plain.tier is not None:
+        ask(plain, scheduler, req)
 
 
 def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
@@ -268,7 +283,10 @@ def tell_tiers(reqs: Iterable[Any]) -> None:
         if before is not None and not req.retracted_stain:
             host = max(0, req.cached_tokens_device - before)
             req.cached_tokens_device -= host
-            req.cached_tokens_host += host
+            if request_state(req).from_store:
+                req.cached_tokens_storage += host
+            else:
+                req.cached_tokens_host += host
 
 
 class _Loading:
@@ -298,6 +316,7 @@ class _Loading:
         self.store.record_hit(self.point, end - before, first, nbytes)
         state = request_state(self.req)  # a load that was evicted before the admission is made again
         state.on_device = before if state.on_device is None else min(state.on_device, before)
+        state.from_store = state.from_store or self.point.from_store
         if not self.store.log_saves:
             return
         logger.info(

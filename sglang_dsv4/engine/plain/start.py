@@ -88,6 +88,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         _leave_sessions(reason)
         return
     if not wanted.kept:
+        _leave_store("DSV4_SESSIONS=off: a store keeps sessions")
         return
     most = None if wanted.most_gib is None else int(wanted.most_gib * 2**30)
     bigram, log_saves = publish.is_bigram(scheduler.tree_cache), scheduler.server_args.log_requests
@@ -98,12 +99,22 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         "sessions: the cache of requests that end stays on the host, for the next turn%s",
         "" if wanted.asked else "; retracted requests go first, and DSV4_SESSIONS=off ends it",
     )
+    if read_settings().store.backend:
+        from sglang_dsv4.engine.plain.store_start import start_store  # noqa: PLC0415
+
+        start_store(plain, scheduler)
 
 
 def _leave_sessions(reason: str) -> None:
     """Says why no session is kept, where the user asked for them."""
     if read_settings().sessions.asked:
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+    _leave_store(reason)
+
+
+def _leave_store(reason: str) -> None:
+    if read_settings().store.backend:
+        logger.warning("store: nothing is written or read: %s", reason)
 
 
 def session_reasons(scheduler: Any, on: Launch) -> Iterator[str]:

@@ -1,0 +1,127 @@
+"""Joins the sessions of a plain server to the store of DSV4_STORE, at its start.
+
+Imported only where there is one: a server without a store has nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.engine.memory import ranks_of
+from sglang_dsv4.engine.plain.serving import PlainServing
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.errors import SettingError
+from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.store import identity
+from sglang_dsv4.store.backend import FOLDER, why_not
+from sglang_dsv4.store.client import LEAST_FREE, Arena, State, StoreClient
+from sglang_dsv4.store.keys import Keys
+from sglang_dsv4.store.tier import Patience, Tier
+
+START = 60.0  # seconds that a server's start waits for the store's process, which imports the engine
+BASE, PER_KI_TOKEN = 0.1, 0.03  # seconds: half of a prefill of Flash on an H100
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
+
+logger = logging.getLogger(__name__)
+
+
+def start_store(plain: PlainServing, scheduler: Any) -> None:
+    """Joins the sessions to the store of DSV4_STORE. Raises SettingError for settings that cannot be used."""
+    settings, sessions, memory = read_settings(), plain.sessions, plain.host.memory
+    assert sessions is not None
+    config = _config(settings)
+    keys = Keys(sessions.trie, _identity(settings, plain, scheduler), settings.store_secret or None)
+    client = None
+    if memory.rank == 0:
+        client = _client(settings, config, sessions, plain)
+        _wait_until_up(client)
+    patience = Patience(
+        float(config.get("prefetch_timeout_base", BASE)),
+        float(config.get("prefetch_timeout_per_ki_token", PER_KI_TOKEN)),
+    )
+    plain.tier = Tier(sessions, memory, client, keys, patience, plain.host.context.weight_version)
+    if plain.host.counters.series:
+        plain.tier.counters.export(ranks_of(scheduler.metrics_collector))
+
+
+def _config(settings: Settings) -> dict[str, Any]:
+    """Returns the backend's configuration, with the folder of a store of files, which is made."""
+    config, folder = dict(settings.store_config), settings.store.folder
+    if folder:
+        other = os.environ.get(FOLDER, folder)
+        if other != folder:
+            raise SettingError(f"DSV4_STORE={folder}: {FOLDER}={other} would come before it; unset one of them")
+        config["file_storage_path"] = folder
+    if (reason := why_not(settings.store.backend, config)) is not None:
+        raise SettingError(reason)
+    path = config.get("file_storage_path")
+    if settings.store.backend == "file" and path is not None:
+        try:
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"DSV4_STORE: the folder {path} cannot be made: {error}") from error
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise SettingError(f"DSV4_STORE: the folder {path} cannot be written by this user")
+        if Path(path).stat().st_mode & OTHERS:
+            logger.warning("store: others may read or write %s, and with it the cache of prompts: chmod 700", path)
+        if folder:  # else a disk that is full keeps its oldest sessions, and takes no new one
+            config.setdefault("min_free_space", str(min(LEAST_FREE, shutil.disk_usage(path).total // 10)))
+    return config
+
+
+def _identity(settings: Settings, plain: PlainServing, scheduler: Any) -> bytes:
+    args, buffers, memory = scheduler.server_args, plain.host.buffers, plain.host.memory
+    parts: dict[str, Any] = {
+        "layout": identity.layout(memory.families, buffers.geometry.page_size, memory.units.nbytes),
+        "kv": str(plain.pool.dtype),
+        "engine": engine_version().rsplit(".", 1)[0],
+        "model": _model(settings, args.model_path, args.revision),
+        "override": args.json_model_override_args,
+        "load": [args.load_format, args.quantization, args.dtype],
+    }
+    if args.speculative_draft_model_path:
+        parts["draft"] = _model(settings, args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    # The tree tells adapters that the server starts with by name and path, behind which there may be another one.
+    parts["adapters"] = [
+        [one.lora_name, identity.model_digest(identity.folder_of(one.lora_path, None), "adapter_config.json")]
+        for one in args.lora_paths or ()
+    ]
+    return identity.encoded(parts)
+
+
+def _model(settings: Settings, model: str, revision: str | None) -> str:
+    if settings.store_model != "auto":
+        return settings.store_model
+    return identity.model_digest(identity.folder_of(model, revision))
+
+
+def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, plain: PlainServing) -> StoreClient:
+    memory = plain.host.memory
+    arena = Arena(
+        memory.arena.file, memory.arena.start + memory.arena.nbytes, memory.arena.start, memory.pool.total,
+        memory.units.nbytes,
+    )  # fmt: skip
+    return StoreClient(
+        arena, sessions.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None, command=COMMAND
+    )
+
+
+def _wait_until_up(client: StoreClient) -> None:
+    """Waits for the store's process: the first requests of a server that comes back are to find it."""
+    started = time.monotonic()
+    client.poll()
+    while client.state is State.STARTING and time.monotonic() < started + START:
+        time.sleep(0.01)
+        client.poll()
+    if client.state is State.UP:
+        logger.info("store: up after %.1f s; sessions outlive this server", time.monotonic() - started)
+    else:
+        logger.warning("store: it does not start, and is tried again while the server runs: %s", client.last_error)
