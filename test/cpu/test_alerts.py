@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sglang_dsv4.engine.memory import ranks_of
-from sglang_dsv4.metrics import Counters, PrepCounts, SessionCounters
+from sglang_dsv4.metrics import Counters, PrepCounts, SessionCounters, StoreCounters
 from sglang_dsv4.settings import TABLE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -19,7 +19,7 @@ RULES = [rule for group in yaml.safe_load(TEXT)["groups"] for rule in group["rul
 SETTINGS = {setting.variable for setting in TABLE.values()}
 FIELDS = {
     f"sglang_dsv4_{field.metadata['series']}": field.metadata
-    for kind in (Counters, SessionCounters, PrepCounts)
+    for kind in (Counters, SessionCounters, StoreCounters, PrepCounts)
     for field in dataclasses.fields(kind)
     if field.metadata
 }
@@ -77,6 +77,7 @@ def test_it_asks_for_what_is_exported(rule):
     "rate(sglang_dsv4_savings_total[5m]) > 0",
     'sglang_dsv4_fallbacks_total{cause="NoRoom"} > 0',
     'sglang_dsv4_fallbacks_total{reason=~"NoRoom|NoRome"} > 0',
+    'sglang_dsv4_store_units_total{op="get",outcome=~"no_seal|torn"} > 0',
     "sum by (instance, reason) (max by (instance, dp_rank) (rate(sglang_dsv4_saves_total[5m]))) > 0",
     "up == 0",
 ])  # fmt: skip

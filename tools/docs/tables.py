@@ -13,7 +13,7 @@ from figures import between
 from figures.of_results import DOCS, ROOT, table
 
 from sglang_dsv4.engine.coverage import REASONS
-from sglang_dsv4.metrics import FALLBACKS, Counters, PrepCounts, SessionCounters
+from sglang_dsv4.metrics import FALLBACKS, Counters, PrepCounts, SessionCounters, StoreCounters
 from sglang_dsv4.settings import TABLE
 
 
@@ -25,7 +25,8 @@ def settings() -> str:
 
 def series() -> list[tuple[str, str, str]]:
     """Returns (name as scraped, kind, help) of every series, from the fields that count."""
-    told = [each.metadata for kind in (Counters, SessionCounters, PrepCounts) for each in dataclasses.fields(kind)]
+    kinds = (Counters, SessionCounters, StoreCounters, PrepCounts)
+    told = [each.metadata for kind in kinds for each in dataclasses.fields(kind)]
     return [
         (
             "sglang_dsv4_" + one["series"] + (f"{{{', '.join(one['labels'])}}}" if one["labels"] else ""),
