@@ -38,8 +38,11 @@ SERVERS = {
     "small-arena-stress": "prefill and decode, host memory for less than one long request",
     "packed-stress": "prefill and decode, page-major pools",
     "node-stress": "decode server, two tensor-parallel ranks that share one copy",
+    "node-stress-4": "decode server, four ranks that share one copy, EAGLE 3/1/4",
     "pp-stress": "decode server, two pipeline stages",
+    "pp-tp-stress": "decode server, two pipeline stages of two ranks",
     "tp-dp-stress": "plain server, two ranks with data-parallel attention",
+    "dp-stress-4": "plain server, four ranks with data-parallel attention",
     "tp-drafts-stress": "plain server, two tensor-parallel ranks, EAGLE 3/1/4",
     "hisparse-stress": "HiSparse decode server, kept rows compared",
     "plain-stress": "plain server",
@@ -51,6 +54,7 @@ SERVERS = {
     "v41-plain-dspark": "plain V4.1 server with DSpark, prompts found in the prefix cache",
     "sessions-stress": "plain server that keeps sessions, conversations of five turns",
     "sessions-tp-stress": "plain server that keeps sessions, two tensor-parallel ranks, conversations of three turns",
+    "sessions-tp-stress-4": "plain server that keeps sessions, four tensor-parallel ranks, three turns",
     "sessions-drafts-stress": "plain server that keeps sessions, EAGLE 3/1/4, conversations of four turns",
     "sessions-dp-stress": "plain server that keeps sessions, two ranks with data-parallel attention, four turns",
     "sessions-v41-stress": "plain V4.1 server that keeps sessions, bounded replay and DSpark, four turns",
@@ -149,16 +153,24 @@ def second_turns() -> str:
 
 
 def ranks() -> str:
-    """Returns what a save and a load take two ranks."""
-    result = read("node-transfer")
-    if result is None:
-        return ""
-    alone, both = result["rows"]
-    return (
-        f"[Two ranks](node-transfer.json), {cards(result)}: a save of {both['tokens']:,} tokens, each rank its part, "
-        f"takes {both['save_ms']:.2f} ms for {alone['save_ms']:.2f} by one, a load {both['load_ms']:.2f} for "
-        f"{alone['load_ms']:.2f}. Host bytes are those of one copy."
-    )
+    """Returns what a save and a load take two ranks, and four."""
+    found = []
+    for name, words in {"node-transfer": "Two ranks", "node-transfer-4": "Four ranks"}.items():
+        result = read(name)
+        if result is None:
+            continue
+        alone, all_of_them = result["rows"]
+        found.append(
+            f"[{words}]({name}.json), {cards(result)}: a save of {all_of_them['tokens']:,} tokens, each rank its part, "
+            f"takes {all_of_them['save_ms']:.2f} ms for {alone['save_ms']:.2f} by one, a load "
+            f"{all_of_them['load_ms']:.2f} for {alone['load_ms']:.2f}."
+        )
+        if "plain_save_ms" in all_of_them:
+            found.append(
+                f"Plain pinned copies of the same bytes by all cards at once, {all_of_them['plain_save_ms']:.2f} and "
+                f"{all_of_them['plain_load_ms']:.2f} ms, are the limit."
+            )
+    return " ".join([*found, "Host bytes are those of one copy."]) if found else ""
 
 
 def steps() -> str:
