@@ -16,6 +16,7 @@ loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree
 --turns: all prompts are answered, then all go on behind their answers, and so on, on a plain server or a pair. A plain
 server keeps sessions, the prefill server of a pair where DSV4_SESSIONS asks it to: these turns must go on from the
 host, each load compared, and after a flush nothing may be held. --turns and --keep-tree keep the tree.
+--kill-store: a plain server with DSV4_STORE loses its store process every so many seconds, and nothing else.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
 its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). Its counts are read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
@@ -78,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stock", action="store_true", help="the engine without this package")
     parser.add_argument("--may-refuse", type=COUNT_OR_ZERO, default=0, help="requests that may get 503")
     parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
+    help_ = "between kills of the store process of a plain server with DSV4_STORE"
+    parser.add_argument("--kill-store", type=SECONDS, metavar="SECONDS", help=help_)
     parser.add_argument("--at-least", type=COUNT_OR_ZERO, default=1, help="retracts that there must be")
     parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
@@ -103,6 +106,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     computed = arguments.plain or arguments.transfer == "nixl"
     if arguments.turns > 1 and (not computed or arguments.attach):
         parser.error("--turns: of servers started here that prefill (--plain or --transfer nixl, --model-path)")
+    stored = arguments.plain and not arguments.attach and os.environ.get("DSV4_STORE", "off") != "off"
+    if arguments.kill_store and not stored:
+        parser.error("--kill-store: of a plain server started here with DSV4_STORE")
     arguments.keep_tree |= arguments.turns > 1
     arguments.sessions = computed and not (arguments.stock or arguments.attach) and keeps_sessions(arguments)
     arguments.keep_tree |= arguments.sessions
@@ -152,6 +158,8 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         bounds.append(results.bound(f"retracts without a copy because of {reason}", ">= 1", number))
     if not arguments.stock and not arguments.attach:
         bounds.append(results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in log)))
+    if "store_kills" in log:
+        bounds.append(results.bound("store processes killed", ">= 1", log["store_kills"]))
     if "held_bytes_at_end" in log:
         bounds.append(results.bound("host memory held at the end, bytes", "<= 0", log["held_bytes_at_end"]))
     if "trouble" in log:  # only a log tells

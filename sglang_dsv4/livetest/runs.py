@@ -11,6 +11,7 @@ from typing import Any
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import STALLED, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
+from sglang_dsv4.livetest.store_process import Killer
 from sglang_dsv4.livetest.zeroing import switched_by
 from sglang_dsv4.settings import read_settings
 
@@ -38,7 +39,8 @@ def serve_and_run(
 
     With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
     family of ``--zero``. A server that keeps sessions is flushed after the run, before its counts are read, and before
-    each of these: nothing may be held then, and a session would keep its damage.
+    each of these: nothing may be held then, and a session would keep its damage. With ``--kill-store``, the store
+    process of the server that is tested is killed during the run.
     """
     folder = arguments.logs / arguments.name
     word = (folder / "zero_family.txt").resolve()
@@ -65,14 +67,16 @@ def serve_and_run(
         if arguments.plain:
             warm_up([tested.url, *(server.url for server in beside)], arguments.vocabulary, arguments.timeout)
         prefill = started[0].url if arguments.transfer == "nixl" else None
-        run = Run(load, arguments, tested.url, prefill, first_room).execute(arguments.name, arguments.turns)
+        every = getattr(arguments, "kill_store", None)
+        with Killer(tested, every) as killer:
+            run = Run(load, arguments, tested.url, prefill, first_room).execute(arguments.name, arguments.turns)
         time.sleep(SETTLES)
         keeper = started[0] if arguments.sessions else None  # the server that prefills
         counted = counted_at(tested.url)
         counted.pop("sessions", None)  # read below, where they are kept
         if keeper is not None and ((kept := sessions_of(keeper.url)) or read_settings().sessions.asked):
             counted["sessions"] = kept
-        log = together(counted, read_log(tested.log))
+        log = together(counted, read_log(tested.log)) | ({} if every is None else {"store_kills": killer.kills})
         again, room = {}, first_room and first_room + arguments.turns * len(load.prompts)
         for name, said in score.words(arguments).items():
             word.write_text(said)

@@ -51,9 +51,11 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
     return read(url, prompt, answer, timeout)[0]
 
 
-def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> tuple[list[float], int]:
+def read(
+    url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float, more: Mapping[str, Any] | None = None
+) -> tuple[list[float], int]:
     """Reads as ``teacher_forced`` does, with how many tokens the server found in its prefix tree: none behind
-    ``prompt``.
+    ``prompt``. more: fields of the request's body.
 
     Raises OSError where it does not answer, ValueError where it does not answer the question.
     """
@@ -62,6 +64,7 @@ def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float)
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
         "logprob_start_len": len(prompt) - 1,
+        **(more or {}),
     }
     said = servers.post(url, "/generate", body, timeout)
     listed = said["meta_info"]["input_token_logprobs"]  # [log probability, token, text]; the first has nothing before
