@@ -41,6 +41,23 @@ def test_votes_of_processes_that_come_at_any_time():
     assert together(ask, [(rank,) for rank in range(ranks)]) == [wanted] * ranks
 
 
+def test_what_the_first_rank_tells_is_heard_by_all_in_order():
+    """However far it is ahead: it waits where its next words would take the place of some that were not heard."""
+    ranks, times = 3, 400
+    shared = boards(ranks)
+    tellings = [[1 + 1000 * time_ + number for number in range(time_ % 5)] for time_ in range(times)]
+
+    def hear(rank: int) -> list[list[int]]:
+        late, found = random.Random(rank), []
+        for telling in tellings:
+            if late.random() < 0.02:
+                time.sleep(0.002)
+            found.append(shared[rank].tell(telling if rank == 0 else []))
+        return found
+
+    assert together(hear, [(rank,) for rank in range(ranks)]) == [tellings] * ranks
+
+
 def test_a_fence_comes_before_each_word_that_tells_of_others():
     """Of names before their ballot, and of whatever was done before a ticket is published."""
     (board,) = boards(1)

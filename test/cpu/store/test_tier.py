@@ -19,6 +19,8 @@ from processes import exchange, on_ranks
 from sglang_dsv4.engine.ranks import gathered
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import sharing
+from sglang_dsv4.hostmem.board import Board
+from sglang_dsv4.hostmem.tickets import Tickets
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings, Store
@@ -155,6 +157,37 @@ def test_a_wrong_save_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life.sessions, "_is_right", lambda copy: False)
     life.passes(3)
     assert not store.objects
+
+
+def test_nothing_is_sent_before_it_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's process is behind no stream."""
+    store = MemoryStore()
+    life = Life(store)
+    over = False
+    monkeypatch.setattr(life.memory.tickets, "is_over", lambda ticket: over)
+    life.finish(1, 5)
+    life.passes(4)
+    assert not store.objects and life.tier.units()
+    over = True
+    life.passes(4)
+    assert len(store.objects) == 5 + life.sessions.in_tail and not life.tier.units()
+
+
+def test_tickets_are_over_when_their_transfers_are_on_every_rank() -> None:
+    class Transfer:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    one, boards = Transfer(), [Board(memory, rank, 2) for memory in [bytearray(Board.bytes_for(2))] for rank in (0, 1)]
+    tickets = [Tickets(board) for board in boards]
+    first = tickets[0].issue(one)  # type: ignore[arg-type]
+    assert not tickets[0].is_over(first)
+    one.passed = True
+    assert not tickets[0].is_over(first), "the other rank has not come so far"
+    tickets[1].issue(None)
+    assert tickets[0].is_over(first)
 
 
 def test_a_request_waits_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
