@@ -1,6 +1,7 @@
 """Retracts and resumes requests of real pools under a cache that is too small, comparing every byte.
 
-With --sessions it plays conversations: their turns go on from the cache that finished requests left on the host.
+With --sessions it plays conversations: their turns go on from the cache that finished requests left on the host. With
+--store their server ends, and another one reads that cache from a store of files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cli import demo_sessions
+from sglang_dsv4.cli import demo_sessions, demo_store
 from sglang_dsv4.cli.tables import facts
 from sglang_dsv4.command_line import CommandError, number
 from sglang_dsv4.engine.releases import engine_version
@@ -33,7 +34,9 @@ EVERY = 5.0  # seconds between two lines of progress
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``sglang-dsv4 demo``."""
     add = parser.add_argument
-    help_ = f"default: {REQUESTS}; turns of conversations: {demo_sessions.TURNS}"
+    help_ = (
+        f"default: {REQUESTS}; turns of conversations: {demo_sessions.TURNS}; with --store: {demo_store.CONVERSATIONS}"
+    )
     add("--requests", type=number(int, 1, 100_000), metavar="N", help=help_)
     add("--longest", type=number(int, 1, 100_000), default=1500, metavar="TOKENS", help="longest prompt (1500)")
     add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--seed", type=int, default=0)
     add("--sessions", action="store_true", help="conversations under DSV4_SESSIONS, on the CPU, in a plain server")
+    add("--store", action="store_true", help="conversations of a server that ends and starts again, over DSV4_STORE")
     add("--corrupt", action="store_true", help="flip one saved byte, to see the demo fail")
     add("--json", action="store_true", help="print the result as one JSON line, last")
     parser.set_defaults(run=run)
@@ -52,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
     try:
         settings = enabled_settings()
+        if arguments.store:
+            return demo_store.run(arguments, settings)
         if arguments.sessions:
             return demo_sessions.run(arguments, settings)
         arguments.requests = arguments.requests or REQUESTS

@@ -40,14 +40,15 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     return int(bool(result.mismatches or result.leaks))
 
 
-def _start(arguments: argparse.Namespace, settings: Settings) -> Conversations:
+def start_engine(option: str, arguments: argparse.Namespace, settings: Settings) -> None:
+    """Loads the hooked engine for conversations. option: asked for them. Raises SettingError where it cannot be."""
     if arguments.device == "cuda":
-        raise SettingError("--device cuda: with --sessions the server plays on the CPU; leave --device out")
+        raise SettingError(f"--device cuda: with {option} the server plays on the CPU; leave --device out")
     if arguments.longest < SHORTEST:
-        raise SettingError(f"--longest {arguments.longest}: with --sessions at least {SHORTEST} tokens are needed")
+        raise SettingError(f"--longest {arguments.longest}: with {option} at least {SHORTEST} tokens are needed")
     if settings.plain == "off":
         raise SettingError("DSV4_PLAIN=off: plain servers alone keep sessions; unset it")
-    if os.environ.get("DSV4_SESSIONS") == "off":
+    if not settings.sessions.kept:
         raise SettingError("DSV4_SESSIONS=off: there would be no sessions to show; unset it")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     boot()
@@ -57,8 +58,14 @@ def _start(arguments: argparse.Namespace, settings: Settings) -> Conversations:
     least = demo_sessions.least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(
-            f"--pages {arguments.pages}: with --sessions and --longest {arguments.longest} at least {least} are needed"
+            f"--pages {arguments.pages}: with {option} and --longest {arguments.longest} at least {least} are needed"
         )
+
+
+def _start(arguments: argparse.Namespace, settings: Settings) -> Conversations:
+    start_engine("--sessions", arguments, settings)
+    from sglang_dsv4.testing import demo_sessions  # noqa: PLC0415 - it imports the hooked engine
+
     host_gb = os.environ.get("DSV4_HOST_GB", HOST_GB)
     world = demo_sessions.server(host_gb, pages=arguments.pages, **MODELS[arguments.model])
     return demo_sessions.Conversations(world, random.Random(arguments.seed), SHORTEST, arguments.corrupt)

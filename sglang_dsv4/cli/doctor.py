@@ -17,6 +17,7 @@ from sglang_dsv4.cli import doctor_installation as installation
 from sglang_dsv4.cli import doctor_machine as machine
 from sglang_dsv4.cli import doctor_server
 from sglang_dsv4.cli.doctor_installation import (
+    ENGINE_SAID,
     FAIL,
     HOST_COPIES,
     NO_SERVER,
@@ -36,7 +37,6 @@ from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.fences import why_unordered
 
 MOST_RANKS = 1024
-ENGINE_SAID = "see what the engine said, above"
 NOT_INSTALLED = "is not installed for"
 UNNAMED = "What one server will do: name its arguments, or its command, behind --."
 UNTOLD = "What this server will do cannot be told"
@@ -78,13 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=count, metavar="N", default=1, help=help_)
     help_ = "judge the server for this GPU; default: this machine's"
     parser.add_argument("--gpu", choices=GPUS, help=help_)
+    help_ = "check the store of DSV4_STORE, too: two processes put and get a few dozen MB"
+    parser.add_argument("--store", action="store_true", help=help_)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace, command: Command) -> int:
     """Prints the findings; 1 when any check fails."""
     said = io.StringIO()  # what the engine says when it is imported, of use only where it cannot be
-    exam = Examination(arguments.tp, arguments.groups, command.arguments, arguments.gpu)
+    exam = Examination(arguments.tp, arguments.groups, command.arguments, arguments.gpu, arguments.store)
     environ = dict(os.environ)
     os.environ.update({"HF_HUB_OFFLINE": "1", **command.variables})  # the checks ask the environment; none downloads
     try:
@@ -115,11 +117,14 @@ class Examination:
     """Holds every finding, in order, and their consequences.
 
     ranks: of a server on this machine; None: one for each GPU. groups: of them, that share. words: the arguments of one
-    server, which then say both. gpu: that it is judged for; None: this machine's.
+    server, which then say both. gpu: that it is judged for; None: this machine's. with_store: its store is tried.
     """
 
-    def __init__(self, ranks: int | None, groups: int, words: Sequence[str] = (), gpu: str | None = None) -> None:
-        self.tp, self.groups, self.words, self.gpu = ranks, groups, words, gpu
+    def __init__(
+        self, ranks: int | None, groups: int, words: Sequence[str] = (), gpu: str | None = None,
+        with_store: bool = False,
+    ) -> None:  # fmt: skip
+        self.tp, self.groups, self.words, self.gpu, self.with_store = ranks, groups, words, gpu, with_store
         self.checks: list[Check] = []
         self.server: Server | None = None
         self.refused = ""  # by the engine: the server's arguments
@@ -169,6 +174,13 @@ class Examination:
             for check in machine.host_memory(self.arenas, self.ranks):
                 elsewhere = check.status == FAIL and self.gpu is not None
                 yield replace(check, status=WARN, breaks="") if elsewhere else check
+
+    def store(self) -> Checks:
+        """Checks the store, where that was asked for: it writes to it."""
+        if self.with_store:
+            from sglang_dsv4.cli import doctor_store  # noqa: PLC0415 - it needs torch
+
+            yield from doctor_store.store()
 
     def _broken(self, what: str) -> str:
         """Returns why ``what`` does not work here; empty where it does."""
@@ -234,6 +246,7 @@ def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
         "host memory": exam.host_memory,
         "locked memory (ulimit -l)": lambda: machine.locked_memory(exam.arenas),
         "GPU": machine.gpu,
+        "store": exam.store,
         "prometheus_client": installation.prometheus,
     }
 

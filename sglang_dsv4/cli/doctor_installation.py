@@ -20,6 +20,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 NO_SERVER = "a DeepSeek-V4 server"  # such a finding's ``breaks`` begins with it
 HOST_COPIES = "host copies"  # likewise
 REFUSES = f"{NO_SERVER}: it refuses to start"
+ENGINE_SAID = "see what the engine said, above"
 OLDEST_PYTHON = (3, 11)
 # What the suite and the live servers ran with: docs/supported.md.
 TESTED_PYTHON = ("3.11", "3.12")

@@ -1,4 +1,4 @@
-"""Provokes four faults in real pools, on any machine, and shows the user's view of each.
+"""Provokes five faults in real pools, on any machine, and shows the user's view of each.
 
     sglang-dsv4 drill [NAME ...] [--json]
 
@@ -12,9 +12,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from sglang_dsv4.settings import enabled_settings
@@ -22,7 +21,7 @@ from sglang_dsv4.settings import enabled_settings
 if TYPE_CHECKING:
     from sglang_dsv4.livetest.faults import Scene
 
-NAMES = ("memory", "hooks", "damage", "sessions")
+NAMES = ("memory", "hooks", "damage", "sessions", "store")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plays the faults; returns 1 when one does not look as it must."""
     enabled_settings()
     faults = _faults()
-    scenes = {name: faults.SCENES[name]() for name in arguments.names or NAMES}
+    scenes = {name: faults[name]() for name in arguments.names or NAMES}
     _show(scenes)
     missed = {name: scene.missed for name, scene in scenes.items()}
     if arguments.json:
@@ -51,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(missed.values()))
 
 
-def _faults() -> ModuleType:
-    """Returns the faults, over an engine with this package's hooks."""
+def _faults() -> dict[str, Callable[[], Scene]]:
+    """Returns the faults by name, over an engine with this package's hooks."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the pools are on the CPU everywhere
     import torch  # noqa: PLC0415 - it reads that variable
 
@@ -62,8 +61,9 @@ def _faults() -> ModuleType:
     with contextlib.redirect_stdout(sys.stderr):  # the engine prints when it is imported
         boot()
         install_hooks()
-        from sglang_dsv4.livetest import faults  # noqa: PLC0415 - it imports the hooked engine
-    return faults
+        from sglang_dsv4.cli import drill_store  # noqa: PLC0415 - it imports the hooked engine
+        from sglang_dsv4.livetest import faults  # noqa: PLC0415 - likewise
+    return {**faults.SCENES, "store": drill_store.scene}
 
 
 def _show(scenes: Mapping[str, Scene]) -> None:

@@ -17,7 +17,7 @@ COMMANDS = {
     "demo": "retract and resume requests of real pools, comparing every byte",
     "bench": "measure transfers and decode metadata on this machine, against its limits",
     "stress": "force retracts on live servers: nothing lost, every load exact, tokens as likely as without",
-    "drill": "provoke four faults, and show what a user sees of each",
+    "drill": "provoke five faults, and show what a user sees of each",
 }
 
 

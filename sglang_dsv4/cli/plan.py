@@ -13,7 +13,8 @@ from sglang_dsv4 import __version__
 from sglang_dsv4.cache.page_major import PieceFigures, piece_figures
 from sglang_dsv4.cli import plan_figures as figures
 from sglang_dsv4.cli.plan_config import KV_LAYOUTS, ConfigError, Model, Variant, example_names, read_model
-from sglang_dsv4.cli.tables import table
+from sglang_dsv4.cli.plan_store import STORE_GBS, StoreFigures, store_figures, store_table
+from sglang_dsv4.cli.tables import duration, size, table
 from sglang_dsv4.command_line import number
 from sglang_dsv4.errors import HostCopyError
 
@@ -25,7 +26,10 @@ TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds all that is shown. command: starts a server with room for the longest. sessions: empty unless asked for."""
+    """Holds all that is shown. command: starts a server with room for the longest.
+
+    sessions, store: empty unless asked for.
+    """
 
     model: Model
     link_gbs: float
@@ -35,6 +39,8 @@ class Plan:
     units: figures.UnitFigures
     requests: list[figures.LengthFigures]
     sessions: list[figures.SessionFigures]
+    store_gbs: float
+    store: list[StoreFigures]
     transfers: tuple[PieceFigures, ...]
     command: str
 
@@ -74,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="finished requests whose cache stays for their next turn (DSV4_SESSIONS), held at once "
         f"(without a number: {SESSIONS})",
     )  # fmt: skip
+    add(
+        "--store", type=number(int, 1, 1e9), nargs="?", const=SESSIONS, metavar="N",
+        help=f"sessions of a store that outlives servers (DSV4_STORE) (without a number: {SESSIONS})",
+    )  # fmt: skip
+    add(
+        "--store-rate", type=number(float, 0.001), default=STORE_GBS, metavar="GB/s",
+        help=f"speed of the store, either way, 1e9 bytes a second (default: {STORE_GBS:g}; doctor --store measures it)",
+    )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -107,7 +121,8 @@ def make(arguments: argparse.Namespace) -> Plan:
     sessions = _session_rows(model, arguments, lengths)
     return Plan(
         model, arguments.link_gbs, arguments.ranks, figures.family_figures(geometry), figures.group_figures(geometry),
-        figures.unit_figures(geometry), requests, sessions, piece_figures(geometry),
+        figures.unit_figures(geometry), requests, sessions, arguments.store_rate,
+        _store_rows(model, arguments, lengths), piece_figures(geometry),
         _command(model, arguments, sessions or requests),
     )  # fmt: skip
 
@@ -115,16 +130,28 @@ def make(arguments: argparse.Namespace) -> Plan:
 def _session_rows(model: Model, arguments: argparse.Namespace, lengths: list[int]) -> list[figures.SessionFigures]:
     if arguments.sessions is None:
         return []
-    if arguments.hisparse:
-        raise ConfigError("--sessions with --hisparse: such a server keeps no sessions")
-    if not any(family.page_bytes_a_token for family in figures.family_figures(model.geometry)):
-        raise ConfigError(f"--sessions: no layer of {model.name} has a history that a session could keep")
-    for tokens in lengths:
-        if tokens < model.geometry.page_size:
-            raise ConfigError(f"--tokens {tokens} with --sessions: needed: at least a page, {model.geometry.page_size}")
+    _check_sessions("--sessions", model, arguments, lengths)
     return [
         figures.session_figures(model.geometry, tokens, arguments.sessions, arguments.requests) for tokens in lengths
     ]
+
+
+def _store_rows(model: Model, arguments: argparse.Namespace, lengths: list[int]) -> list[StoreFigures]:
+    if arguments.store is None:
+        return []
+    _check_sessions("--store", model, arguments, lengths)
+    return [store_figures(model.geometry, tokens, arguments.store, arguments.store_rate) for tokens in lengths]
+
+
+def _check_sessions(option: str, model: Model, arguments: argparse.Namespace, lengths: list[int]) -> None:
+    """Raises ConfigError unless a server of ``model`` could keep sessions of ``lengths``. option: wants them."""
+    if arguments.hisparse:
+        raise ConfigError(f"{option} with --hisparse: such a server keeps no sessions")
+    if not any(family.page_bytes_a_token for family in figures.family_figures(model.geometry)):
+        raise ConfigError(f"{option}: no layer of {model.name} has a history that a session could keep")
+    for tokens in lengths:
+        if tokens < model.geometry.page_size:
+            raise ConfigError(f"--tokens {tokens} with {option}: needed: at least a page, {model.geometry.page_size}")
 
 
 def _command(
@@ -135,7 +162,8 @@ def _command(
     """Returns the command line of a server that has room for the longest of ``rows``."""
     longest = max(rows, key=lambda row: row.tokens)
     words = ["sglang-dsv4", "serve"]
-    for variable, text in longest.settings.items():
+    store = {"DSV4_STORE": "/FOLDER"} if arguments.store else {}
+    for variable, text in (longest.settings | store).items():
         words += [f"--{variable.lower().replace('_', '-')}", text]
     words += ["--model-path", model.path or "MODEL", "--tp", str(arguments.ranks)]
     return shlex.join(words + ["--enable-hisparse"] * arguments.hisparse)
@@ -151,21 +179,6 @@ def _lengths(model: Model, wanted: list[int] | None) -> list[int]:
     return wanted
 
 
-def size(nbytes: float) -> str:
-    """Returns bytes in the unit of DSV4_HOST_GB, or in smaller ones of its kind."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:,.1f} {unit}"
-    return f"{nbytes:,.0f} B"
-
-
-def duration(milliseconds: float) -> str:
-    """Returns a time with a unit that fits it."""
-    if milliseconds >= 1e3:
-        return f"{milliseconds / 1e3:,.1f} s"
-    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"
-
-
 def _print(plan: Plan) -> None:
     geometry = plan.model.geometry
     counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
@@ -175,6 +188,7 @@ def _print(plan: Plan) -> None:
     drafts = plan.model.draft_tokens
     print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
     held = [_sessions(plan)] if plan.sessions else []
+    held += [store_table(plan.store, plan.store_gbs)] if plan.store else []
     print("\n\n".join([_families(plan), _groups(plan), _requests(plan), *held, _transfers(plan)]))
     room = f"{plan.requests[0].requests:,} retracted requests"
     room += f" and {plan.sessions[0].sessions:,} sessions" if plan.sessions else ""

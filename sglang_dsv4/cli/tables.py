@@ -1,4 +1,4 @@
-"""Lays out tables for a terminal."""
+"""Lays out tables for a terminal, and writes sizes and times."""
 
 from __future__ import annotations
 
@@ -40,3 +40,18 @@ def facts(title: str, found: dict[str, str]) -> str:
     """Returns lines of a name and its fact each, below a title."""
     width = max(map(len, found))
     return "\n".join([title, *(f"{name.ljust(width)}{GAP}{fact}" for name, fact in found.items())])
+
+
+def size(nbytes: float) -> str:
+    """Returns bytes in the unit of DSV4_HOST_GB, or in smaller ones of its kind."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:,.1f} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def duration(milliseconds: float) -> str:
+    """Returns a time with a unit that fits it."""
+    if milliseconds >= 1e3:
+        return f"{milliseconds / 1e3:,.1f} s"
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"

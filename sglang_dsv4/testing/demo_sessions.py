@@ -49,6 +49,19 @@ def parts_of(world: PlainWorld) -> tuple[SessionStore, PlainServing]:
     return plain.sessions, plain
 
 
+def left_behind(world: PlainWorld) -> int:
+    """Empties a server; returns how many pages, slots, copies and host units stay behind."""
+    store, plain = parts_of(world)
+    spec, memory = world.spec, plain.host.memory
+    world.evict(ALL, ALL)
+    store.check_integrity()
+    memory.check_integrity()
+    totals = spec.pages, spec.swa_pages, spec.requests
+    left = sum(total - free for total, free in zip(totals, world.totals(), strict=True))
+    flushed = world.flush()  # no session stays behind a flush
+    return int(left + memory.pool.held + memory.leaks + memory.copies + plain.count + (not flushed))
+
+
 @dataclass
 class Turns:
     """Counts turns before which the device lost the same. Tokens are of the prompts.
@@ -144,14 +157,6 @@ class Conversations:
         return [self._rng.randrange(VOCABULARY) for _ in range(count)]
 
     def _empty(self) -> None:
-        """Empties the server; counts every page, slot, copy and host unit that stays behind as a leak."""
-        world, spec, result = self._world, self._world.spec, self.result
-        memory = self._plain.host.memory
-        world.evict(ALL, ALL)
         self.store.check_integrity()
-        memory.check_integrity()
-        totals = spec.pages, spec.swa_pages, spec.requests
-        left = sum(total - free for total, free in zip(totals, world.totals(), strict=True))
-        result.points, flushed = self.store.points, world.flush()  # no session stays behind a flush
-        held = memory.pool.held
-        result.leaks = left + held + memory.leaks + memory.copies + self._plain.count + (not flushed)
+        self.result.points = self.store.points
+        self.result.leaks = left_behind(self._world)

@@ -6,5 +6,8 @@ from sglang_dsv4.store.worker import main
 from sglang_dsv4.testing.standalone import _define_torchvision_ops
 
 if __name__ == "__main__":
-    _define_torchvision_ops()
+    try:
+        import torchvision  # noqa: F401 - where it works its own operators are there
+    except (ImportError, RuntimeError):
+        _define_torchvision_ops()
     main()

@@ -22,9 +22,13 @@ from sglang_dsv4.livetest import servers
 ROOT = Path(__file__).parents[2]
 BAD = {
     "": ("", "none", "dem"),
-    "demo": ("--requests 0", "--requests 1e3", "--longest -1", "--pages 2001", "--req 5", "--seed x", "more"),
-    "plan": ("flash --requests 0", "flash --tok 5", "/nosuch"),
-    "doctor": ("--tp 0", "--gro 2"),
+    "demo": ("--requests 0", "--requests 1e3", "--longest -1", "--pages 2001", "--req 5", "--seed x", "more",
+        "--store 5", "--store --sessions"),
+    "plan": (
+        "flash --requests 0", "flash --tok 5", "/nosuch", "flash --store 0", "flash --store --store-rate 0",
+        "flash --store --hisparse",
+    ),
+    "doctor": ("--tp 0", "--gro 2", "--store x"),
     "serve": ("--dsv4-host-gb", "--dsv4-verify 7", "--dsv4-host-gb -3"),
     "bench": ("none", "--out /dev/null/out", "--out /proc/out", "--qui", "transfer -- --name=foo", "-- --count 3"),
     "bench transfer": (

@@ -342,7 +342,7 @@ def test_its_help_names_options_that_the_engine_takes(capsys):
 
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
-    ours = {"--tp", "--groups", "--gpu", "--json", "--help"}
+    ours = {"--tp", "--groups", "--gpu", "--store", "--json", "--help"}
     named = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out)) - ours
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

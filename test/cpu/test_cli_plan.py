@@ -16,7 +16,7 @@ import torch
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
-from sglang_dsv4.cli import plan_figures
+from sglang_dsv4.cli import plan_figures, plan_store
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
 from sglang_dsv4.cli.serve import parser, split
@@ -24,6 +24,8 @@ from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_size, kept_pages
 from sglang_dsv4.settings import read_settings
+from sglang_dsv4.store.ring import Ring
+from sglang_dsv4.store.seal import SEAL_BYTES
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES
 
 LENGTHS = (2, 128, 130, 256, 257, 1025)
@@ -264,6 +266,36 @@ def test_the_command_to_paste_has_room_for_sessions(planned, capsys):
     assert planned(*argv[:4])["sessions"] == []
 
 
+def test_the_objects_of_a_plan_are_as_long_as_those_of_a_store():
+    for nbytes in (FLASH_PAGE, 417_920, 4096, 4096 - SEAL_BYTES):
+        assert plan_store.object_bytes(nbytes) == Ring(nbytes, 1).stride
+    assert plan_store.SEAL_BYTES == SEAL_BYTES
+
+
+@pytest.mark.parametrize("tokens", [256, 4096, 65536, 65791])
+def test_a_session_in_a_store_costs_its_pages_and_a_window(planned, tokens):
+    argv = ["flash", "--draft-tokens", "0", "--tokens", str(tokens), "--store", "1000", "--store-rate", "2"]
+    found = planned(*argv)
+    (stored,), one = found["store"], -(-(FLASH_PAGE + 112) // 4096) * 4096
+    assert stored["objects"] == tokens // 256 + 5 and stored["nbytes"] == stored["objects"] * one
+    assert stored["total_bytes"] == 1000 * stored["nbytes"] and stored["turn_bytes"] == 15 * one
+    assert stored["ms"] == pytest.approx(stored["nbytes"] / 2e6)
+    assert stored["turn_ms"] == pytest.approx(stored["turn_bytes"] / 2e6)
+    assert found["sessions"] == [] and found["store_gbs"] == 2
+
+
+def test_the_table_of_a_store_and_its_command(capsys, planned):
+    assert main(["plan", "flash", "--tokens", "4096", "65536", "--store", "--store-rate", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "Sessions in a store, at 5 GB/s (--store-rate)" in text and "64 sessions" in text
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["65,536"] and " 261 " in line)
+    assert row[:4] == ["65,536", "249.8", "MiB", "261"] and "52.4 ms" in " ".join(row)
+    (command,) = (line for line in text.splitlines() if line.startswith("sglang-dsv4 serve"))
+    ours, _ = split(shlex.split(command)[2:])
+    assert read_settings({"DSV4_STORE": parser().parse_args(ours).store}).store.folder == "/FOLDER"
+    assert planned("flash")["store"] == []
+
+
 V41 = {"model_type": "deepseek_v41", "num_hidden_layers": 5, "compress_ratios": [0, 0, 2, 1, 1]}
 
 
@@ -320,7 +352,10 @@ def test_a_file_that_is_no_config_is_refused_by_its_path(tmp_path, text):
     (["--draft-tokens", "9"], "--draft-tokens 9"),
     (["--hisparse", "--draft-tokens", "2"], "--hisparse"), (["--sessions", "--hisparse"], "--hisparse"),
     (["--sessions", "--tokens", "255"], "--tokens 255 with --sessions: needed: at least a page, 256"),
-    (["no history", "--sessions"], "--sessions"),
+    (["no history", "--sessions"], "--sessions"), (["no history", "--store"], "--store: no layer of"),
+    (["--store", "--hisparse"], "--store with --hisparse"), (["--store", "0"], "--store"),
+    (["--store", "--tokens", "255"], "--tokens 255 with --store: needed: at least a page, 256"),
+    (["--store-rate", "0"], "--store-rate"),
     *(([flag, text], flag) for flag, text in (
         ("--sessions", "0"), ("--tokens", "1"), ("--tokens", "9" * 5000),
         ("--requests", "0"), ("--link-gbs", "0"), ("--link-gbs", "nan"),

@@ -72,7 +72,7 @@ def test_the_engine_finds_the_plugin_and_the_shell_the_command(wheel):
 def test_no_requirement_names_a_version(metadata):
     """Neither of the engine nor of anything that the engine pins: what is installed is never moved."""
     asked = metadata.get_all("Requires-Dist")
-    assert {"cpu", "dev"} == set(metadata.get_all("Provides-Extra"))
+    assert {"cpu", "dev", "store"} == set(metadata.get_all("Provides-Extra"))
     assert not [text for text in asked if re.search("[<>=~!]", text.partition(";")[0])]
     always = {name_of(text) for text in asked if "extra ==" not in text}
     assert not always & {"sglang", "torch", "triton", "transformers"}

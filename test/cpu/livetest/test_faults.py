@@ -23,7 +23,7 @@ def test_every_fault_looks_as_it_must(capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     memory = found["drills"]["memory"]
     assert re.search(r"[Rr]aise (\w+)", memory["seen"])[1] == re.search(r"[Rr]aise (\w+)", memory["todo"])[1]
-    assert found["ok"] and tuple(found["drills"]) == drill.NAMES == tuple(faults.SCENES)
+    assert found["ok"] and tuple(found["drills"]) == drill.NAMES == (*faults.SCENES, "store")
     assert all(scene["expects"] for scene in found["drills"].values())
 
 
