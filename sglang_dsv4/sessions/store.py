@@ -313,17 +313,17 @@ class SessionStore:
         """Counts the tokens of a page."""
         return self._page
 
-    def borrow_place(self, namespace: Hashable, keys: Sequence[Key]) -> tuple[int, UnitNumbers] | None:
+    def borrow_place(self, namespace: Hashable, keys: Sequence[Key], loading: int) -> tuple[int, UnitNumbers] | None:
         """Takes units for a point behind the pages of ``keys``: for those that are not here, and for its window.
 
-        Returns how many pages are here, and the units, borrowed; None where the point is here, where half of the room
-        is not enough, or where plain points make none.
+        loading: units that are borrowed so. Returns how many pages are here, and the units; None where the point is
+        here, where half of the room is not enough for all that is loaded at once, or where plain points make none.
         """
         walked = self._trie.walk(namespace, keys)
         last = walked[-1] if walked else None
         point = None if last is None or len(walked) < len(keys) else self._trie.point.get(last)
         needs = len(keys) - len(walked) + self._in_tail
-        if (point is not None and point.tail is not None) or 2 * needs > self._most or not self._is_clean():
+        if (point is not None and point.tail is not None) or 2 * (needs + loading) > self._most or not self._is_clean():
             return None
         self._trie.used = last
         try:
@@ -431,6 +431,7 @@ class SessionStore:
         """Counts a request that has ``tokens`` tokens more of its prefix after a load from ``first_page`` on."""
         alone = (first_page + 1) * self._page == point.tokens
         kind = "store" if point.from_store else "window" if alone else "pages"
+        point.from_store = False
         self.counters.record_hit(kind, tokens, nbytes)
 
     def stands(self, point: Point) -> bool:

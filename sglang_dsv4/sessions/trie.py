@@ -35,7 +35,8 @@ class Point:
 
     tail: the host units of its window; None: the pages alone are kept, for the copy of a request, and no prompt can go
     on there. number: of all points, in the order in which they were made. order: the rank and priority of its eviction,
-    see ``hints``. checksums: of the units. node: of the engine's prefix tree that ends here, if known.
+    see ``hints``. checksums: of the units. node: of the engine's prefix tree that ends here, if known. from_store: it
+    was read from a store, and nobody has gone on from it. sent: to a store, in that epoch of its writer.
     """
 
     page: Page
@@ -46,6 +47,7 @@ class Point:
     checksums: list[int] | None = None
     node: Hashable = None
     from_store: bool = False
+    sent: int = 0
 
 
 class Found(NamedTuple):

@@ -107,6 +107,11 @@ class StoreClient:
         self._start_at, self._start_by, self._delay = -inf, inf, 0.0
 
     @property
+    def ended(self) -> bool:
+        """Whether there is no process that could write to a unit."""
+        return self._process is None
+
+    @property
     def breaker_open(self) -> bool:
         """Whether nothing is sent, because answers failed."""
         return self._tickets.breaker.refuses(self._clock())

@@ -9,6 +9,7 @@ Writes and reads run on a thread each, with slots of the ring of their own. Thre
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ BATCH = 16  # objects a call of the backend; single ones are several times slowe
 SLOTS = 2 * BATCH  # of the ring: those of writes, then those of reads
 MOST_ASKED = 1024  # names a call
 MOST_SEEN = 1 << 16  # names that are remembered
+LASTS = 600.0  # seconds; then the backend is asked again, and takes it for use
 
 
 class Job(NamedTuple):
@@ -40,10 +42,14 @@ class Seen:
         self._lock = threading.Lock()
         self._known: dict[str, None] = {}  # the least recently used first
         self._bad: dict[str, None] = {}
+        self._since = time.monotonic()
 
     def knows(self, name: str) -> bool:
         """Returns whether the backend has it, as far as is known."""
         with self._lock:
+            if time.monotonic() > self._since + LASTS:
+                self._known.clear()
+                self._since = time.monotonic()
             return name in self._known and self._use(self._known, name)
 
     def learn(self, name: str) -> None:

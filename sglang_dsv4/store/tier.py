@@ -16,7 +16,7 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 SLICE = 64  # units of a write: what a long session needs at once
 MOST_BORROWED = 192  # units that writes may hold
 MOST_FINAL = 1024  # points that wait to be written; beyond, new ones are not
+REFRESH = 512  # points after which all is offered anew: a store may have lost it, or thinks that nobody uses it
+QUIET = 10.0  # seconds between two warnings of a store that fails
 STORED = (Code.OK, Code.KNOWN)
 WRONG = (Code.NO_SEAL, Code.ANOTHER, Code.WRONG)
 
@@ -73,7 +75,6 @@ class Patience(NamedTuple):
 class Write:
     """Holds one slice of a point."""
 
-    pages: list[Page]
     units: UnitNumbers
     after: int  # the ticket of the transfers that fill them
     pieces: list[Piece] = field(default_factory=list)  # of the rank with the client
@@ -84,8 +85,8 @@ class Write:
 class Ask:
     """Holds the question of one prompt. waits: its request is not admitted meanwhile.
 
-    have, count: pages of the last point that is here, and of the prompt. first: pages that were here when the units
-    were borrowed. ticket: of the client. limit: when it is late, on this rank's clock.
+    have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. first: pages
+    that were here when the units were borrowed. ticket: of the client. limit: when it is late, on this rank's clock.
     """
 
     namespace: Hashable
@@ -101,6 +102,12 @@ class Ask:
     units: UnitNumbers = field(default_factory=list)
     ticket: int | None = None
 
+    def covers(self, other: Ask, page: int) -> bool:
+        """Returns whether the units here are for all pages that ``other`` found."""
+        tokens = other.end * page
+        same = bool(self.units) and self.namespace == other.namespace and self.end >= other.end
+        return same and self.tokens[:tokens] == other.tokens[:tokens]
+
 
 class Tier:
     """Joins the sessions of one rank to a store. The scheduler thread owns it.
@@ -110,23 +117,32 @@ class Tier:
 
     def __init__(
         self, sessions: SessionStore, memory: Any, client: StoreClient | None, keys: Keys, patience: Patience,
-        weights: Any,
+        weights: Callable[[], Any], together: Callable[[bool], bool] = bool,
     ) -> None:  # fmt: skip
-        """Starts with nothing written. weights: () -> the version of the weights; with another one the tier is off."""
+        """Starts with nothing written.
+
+        weights: returns the version of the weights; with another one than now the tier is off. together: returns
+        whether its argument is true on every rank.
+        """
         self._sessions, self._memory, self._client, self._keys = sessions, memory, client, keys
         self._trie, self._page = sessions.trie, sessions.page_size
         self._patience, self._weights, self._first_weights = patience, weights, weights()
+        self._together = together
         self.counters = StoreCounters()
         self._final: deque[Point] = deque()
         self._todo: list[Page] | None = None  # pages of the first of them that are not sent
         self._sent: set[Page] = set()
-        self._borrowed = 0  # by writes
+        self._epoch = 1  # since when those were sent; see ``Point``
+        self._refresh = REFRESH
+        self._borrowed = self._loading = 0  # units of writes, and of reads
         self._open: dict[int, Write | Ask] = {}
         self._numbers = 0
         self._asked: dict[int, int] = {}  # tickets of the client -> numbers
         self._to_send: deque[int] = deque()  # writes whose units are not filled yet
+        self._to_ask: deque[int] = deque()  # asks that the client did not take
+        self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
         self._to_tell: deque[Told] = deque()
-        self._told_error = "" if client is None else client.last_error
+        self._told_error, self._told_at = "" if client is None else client.last_error, 0.0
         sessions.on_gone = self._forget
 
     @property
@@ -155,7 +171,9 @@ class Tier:
     def _hear(self) -> list[Told]:
         if not self._open:
             return []
-        board, mine = self._memory.arena.board, [self._to_tell.popleft() for _ in range(min(NAMED, len(self._to_tell)))]
+        board = self._memory.arena.board
+        most = len(self._to_tell) if board is None else min(NAMED, len(self._to_tell))
+        mine = [self._to_tell.popleft() for _ in range(most)]
         if board is None:
             return mine
         return [_unpacked(number) for number in board.tell([_packed(told) for told in mine])]
@@ -174,12 +192,13 @@ class Tier:
             if event.name != "found" or not event.value:
                 del self._asked[event.ticket]
         now = time.monotonic()
+        self._ask_again(client, now)
         for number, one in self._open.items():
             if isinstance(one, Ask) and not one.late and now > one.limit:
                 one.late = True
                 self._to_tell.append(Told(number, What.LATE))
-        if client.last_error != self._told_error:
-            self._told_error = client.last_error
+        if client.last_error != self._told_error and now > self._told_at + QUIET:
+            self._told_error, self._told_at = client.last_error, now
             logger.warning("store: %s", client.last_error)
         self.counters.set("is_open", int(client.breaker_open))
         self.counters.set("is_up", int(client.state is State.UP))
@@ -201,7 +220,8 @@ class Tier:
         self.counters.add("nbytes", size * codes.count(Code.OK), op)
         if event.name == "stored":
             return Told(number, What.STORED, int(all(code in STORED for code in codes)))
-        return Told(number, What.LOADED, int(bool(codes) and all(code is Code.OK for code in codes)))
+        whole = len(codes) == len(one.units)
+        return Told(number, What.LOADED, int(whole and all(code is Code.OK for code in codes)))
 
     def _take(self, told: Told) -> None:
         one = self._open.get(told.number)
@@ -233,22 +253,24 @@ class Tier:
 
     def write(self, point: Point) -> None:
         """Has ``point``, the last one of its request, written when its save was checked."""
-        if not self.is_on or point.from_store:
+        if not self.is_on or point.from_store or point.sent == self._epoch:
             return
         if len(self._final) < MOST_FINAL:
+            point.sent = self._epoch
             self._final.append(point)
         else:
             self.counters.add("points", 1, "dropped")
 
     def _borrow_slices(self) -> None:
         """Borrows units of the points that wait, as far as writes may hold them; the same on every rank."""
-        while self._final and self._borrowed < MOST_BORROWED:
+        most = SLICE + self._sessions.in_tail
+        while self._final and (not self._borrowed or self._borrowed + most <= MOST_BORROWED):
             point = self._final[0]
             if not self._sessions.stands(point):
                 self._next_point("gone")
                 continue
             if self._todo is None:
-                self._todo = self._unsent(point.page)
+                self._todo = [page for page in self._trie.path(point.page) if page not in self._sent]
             pages = self._todo[:SLICE]
             del self._todo[:SLICE]
             tail = [] if self._todo else point.tail or []
@@ -260,18 +282,19 @@ class Tier:
         self._final.popleft()
         self._todo = None
         self.counters.add("points", 1, outcome)
+        self._refresh -= 1
+        if not self._refresh:
+            self._offer_anew()
 
-    def _unsent(self, page: Page | None) -> list[Page]:
-        """Returns the pages up to ``page`` behind the last one that was sent, or none."""
-        found = []
-        while page is not None and page not in self._sent:
-            found.append(page)
-            page = self._trie.before(page)
-        return found[::-1]
+    def _offer_anew(self) -> None:
+        """Forgets what was sent: the store's process finds what is there still, and that it is used."""
+        self._sent.clear()
+        self._epoch += 1
+        self._refresh = REFRESH
 
     def _borrow(self, point: Point, pages: list[Page], tail: list[int]) -> None:
         units = [*pages, *tail]
-        write = Write(pages, units, self._memory.pool.last_ticket(units))
+        write = Write(units, self._memory.pool.last_ticket(units))
         self._memory.borrow(units)
         self._borrowed += len(units)
         self._sent.update(pages)
@@ -305,8 +328,8 @@ class Tier:
         if told.what is What.COPIED:
             return
         del self._open[told.number]
-        if not told.value:  # they are sent again with a later point
-            self._sent.difference_update(write.pages)
+        if not told.value:
+            self._offer_anew()
 
     # --------------------------------------------------------------------------------------------------------- asks
 
@@ -322,27 +345,52 @@ class Tier:
         now, own = time.monotonic(), array("q", tokens[: count * self._page + self._trie.ahead])
         ask = Ask(namespace, own, have, count, now, now + self._patience.seconds(spared))
         number = self._number(ask)
-        if self._client is not None:
-            first = len(self._trie.walk(namespace, self._trie.keys(own, count * self._page)))
-            question = Question(self._keys.root(namespace), have, first, count, self._page, self._trie.ahead, 0)
-            ask.ticket = self._client.ask(question, own)
-            if ask.ticket is None:
-                self._to_tell.append(Told(number, What.FAILED))
-            else:
-                self._asked[ask.ticket] = number
+        if self._client is not None and not self._send_ask(self._client, number, ask):
+            self._to_ask.append(number)
         return ask
+
+    def _send_ask(self, client: StoreClient, number: int, ask: Ask) -> bool:
+        first = len(self._trie.walk(ask.namespace, self._trie.keys(ask.tokens, ask.count * self._page)))
+        root = self._keys.root(ask.namespace)
+        question = Question(root, ask.have, first, ask.count, self._page, self._trie.ahead, 0)
+        ask.ticket = client.ask(question, ask.tokens)
+        if ask.ticket is not None:
+            self._asked[ask.ticket] = number
+        return ask.ticket is not None
+
+    def _ask_again(self, client: StoreClient, now: float) -> None:
+        """Sends the asks that the client did not take, in their order; none is kept for a store that is not there."""
+        while self._to_ask:
+            number = self._to_ask[0]
+            ask = self._open[number]
+            assert isinstance(ask, Ask)
+            works = client.state is State.UP and not client.breaker_open and now <= ask.limit
+            if works and not self._send_ask(client, number, ask):
+                return
+            self._to_ask.popleft()
+            if not works:
+                self._to_tell.append(Told(number, What.FAILED))
 
     def _found(self, number: int, ask: Ask, end: int) -> None:
         """Borrows units for a point that the store has, and has them filled."""
         ask.end = end
-        place = self._sessions.borrow_place(ask.namespace, self._keys_of(ask)) if self.is_on else None
+        for other, one in self._open.items():
+            if isinstance(one, Ask) and one.covers(ask, self._page):
+                self._behind.setdefault(other, []).append(number)
+                return
+        place = None
+        if self.is_on:
+            place = self._sessions.borrow_place(ask.namespace, self._keys_of(ask), self._loading)
         if place is None:
             if self._client is not None and ask.ticket is not None:
                 self._client.drop(ask.ticket)
                 self._asked.pop(ask.ticket, None)
-            self._finish(number, ask, "late" if ask.late else "room")
+            here = self._sessions.longest(ask.namespace, ask.tokens, end * self._page + self._trie.ahead).point
+            came = here is not None and here.tokens == end * self._page
+            self._finish(number, ask, "late" if ask.late else "hit" if came else "room")
             return
         ask.first, ask.units = place
+        self._loading += len(ask.units)
         if self._client is None or ask.ticket is None:
             return
         pages = end - ask.first
@@ -358,6 +406,7 @@ class Tier:
             self._finish(told.number, ask, "failed" if told.what is What.FAILED else "miss")
             return
         if told.what is not What.LOADED or not told.value or not self.is_on:
+            self._offer_anew()
             self._memory.end_borrow(ask.units)
             self._finish(told.number, ask, "failed")
             return
@@ -367,6 +416,7 @@ class Tier:
             self._finish(told.number, ask, "late" if ask.late else "room")
             return
         self._sent.update(self._trie.path(point.page)[ask.first :])
+        point.sent = self._epoch
         self.counters.add("tokens", (ask.end - ask.first) * self._page)
         logger.info(
             "read %d tokens from the store, %.1f MB in %.1f ms", point.tokens,
@@ -378,19 +428,32 @@ class Tier:
         return list(self._trie.keys(ask.tokens, ask.end * self._page))
 
     def _finish(self, number: int, ask: Ask, outcome: str) -> None:
+        self._loading -= len(ask.units)
         ask.waits, ask.units = False, []
         del self._open[number]
         self.counters.add("asks", 1, outcome)
+        for behind in self._behind.pop(number, ()):
+            waiting = self._open.get(behind)
+            if isinstance(waiting, Ask):
+                self._found(behind, waiting, waiting.end)
 
     def _number(self, one: Write | Ask) -> int:
         self._numbers += 1
         self._open[self._numbers] = one
         return self._numbers
 
-    def close(self, seconds: float) -> None:
-        """Ends the store's process, behind what it accepted."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends the store's process behind what it accepted, and gives its units back where it was reaped.
+
+        seconds: that it may take for it.
+        """
+        reaped = True
         if self._client is not None:
             self._client.close(seconds)
+            reaped = self._client.ended
+        if self._together(reaped):
+            self._memory.end_borrow(self.units())
+            self._open.clear()
 
 
 def _packed(told: Told) -> int:

@@ -30,7 +30,7 @@ class MemoryClient:
         self.store, self.memory, self.rng = store, memory, random.Random(seed)
         self.at_once, self.trouble, self.secret = at_once, trouble, secret
         self.state, self.breaker_open, self.last_error = State.UP, False, ""
-        self.open, self.numbers, self.hangs = {}, 0, False
+        self.open, self.numbers, self.hangs, self.ended = {}, 0, False, True
         self.events = deque()
 
     def poll(self):
@@ -79,7 +79,7 @@ class MemoryClient:
         if self.rng.random() < self.trouble:
             return None
         self.numbers += 1
-        self.open[self.numbers] = SimpleNamespace(back=0, **fields)
+        self.open[self.numbers] = SimpleNamespace(back=0, codes=[], **fields)
         return self.numbers
 
     def _step(self, ticket):
@@ -99,13 +99,15 @@ class MemoryClient:
         if one.back < len(one.pieces):
             count = one.back + (len(one.pieces) - one.back if self.at_once else self.rng.randint(1, 8))
             for unit, part, key in one.pieces[one.back : count]:
+                one.codes.append(Code.KNOWN if object_name(key, part) in self.store.objects else Code.OK)
                 if self.rng.random() >= self.trouble:
                     self.store.objects[object_name(key, part)] = self.memory.bytes_of(unit).clone()
             back, one.back = one.units[one.back : count], min(count, len(one.units))
             self.events.append(Event("copied", ticket, one.back, back))
             return
         bad = self.rng.random() < self.trouble
-        self.events.append(Event("stored", ticket, bytes([Code.FAILED if bad else Code.OK] * len(one.units)), []))
+        codes = [Code.FAILED] * len(one.units) if bad else one.codes
+        self.events.append(Event("stored", ticket, bytes(codes), []))
         del self.open[ticket]
 
     def _end(self, one):

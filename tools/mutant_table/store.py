@@ -8,8 +8,7 @@ MUTANTS = (
         ("read-under-other-weights-is-kept", "or not told.value or not self.is_on:", "or not told.value:"),
         ("units-with-wrong-bytes-kept", "or not told.value or not self.is_on:", "or not self.is_on:"),
         ("request-waits-without-an-end", "and now > one.limit:", "and False:"),
-        ("failed-pages-are-not-written-again", "            self._sent.difference_update(write.pages)\n",
-         "            pass\n"),
+        ("failed-pages-are-not-written-again", "        if not told.value:\n            self._offer_anew()\n", ""),
         ("written-before-it-is-on-the-host", "if not self._memory.tickets.is_over(write.after):", "if False:"),
         ("units-of-a-failed-read-are-lost", "            self._memory.end_borrow(ask.units)\n", "")),
     *seeded("store/tier.py", "store/test_lives.py",
@@ -40,5 +39,5 @@ MUTANTS = (
          "        if"),
         ("who-waits-is-admitted", "if request_state(req).ask.waits]", "if False]")),
     *seeded("sessions/store.py", "store/test_tier.py",
-        ("read-point-takes-all-the-room", "or 2 * needs > self._most or", "or")),
+        ("read-point-takes-all-the-room", "or 2 * (needs + loading) > self._most or", "or")),
 )  # fmt: skip

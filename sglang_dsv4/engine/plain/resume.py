@@ -81,7 +81,7 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
             plain.tier.end_pass()
         if plain.to_prefetch:
             sessions.prefetch(plain, plain.sessions, scheduler)
-    if plain.asking:
+    if plain.tier is not None:
         with kept_back(plain, scheduler):
             plan = original(scheduler, running_batch)
     else:

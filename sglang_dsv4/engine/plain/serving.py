@@ -68,7 +68,8 @@ class PlainServing:
         self.publishes = publishes
         self.sessions: SessionStore | None = None
         self.tier: Tier | None = None  # of the sessions, beyond this server
-        self.asking: list[Any] = []  # requests that wait for it
+        self.asking: list[tuple[Any, Any]] = []  # requests that wait for it, and their questions
+        self.kept_back: list[Any] | None = None  # those that came to wait in the pass that is under way; None: none is
         self.to_prefetch: deque[Any] = deque()  # requests whose sessions are to be loaded before their admission
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
@@ -108,7 +109,7 @@ class PlainServing:
         if self.sessions is not None:
             self.sessions.clear("role")
             if self.tier is not None:
-                self.tier.close(0.0)
+                self.tier.close()
             self.host.memory.cache = None
 
     def left_to_engine(self, reason: str, message: str) -> None:

@@ -119,6 +119,7 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
     computed = min(req.seqlen - 1, int(req.owned_kv_len()))
     if store.saves_of_pass >= MOST_SAVES and _needs_a_save(store, req, store.last_end(computed)):
         store.counters.add("crowded")
+        write_final(plain, req)
         return
     _keep_own(plain, store, req, tree, computed)
     write_final(plain, req)
@@ -313,10 +314,10 @@ class _Loading:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
-        self.store.record_hit(self.point, end - before, first, nbytes)
         state = request_state(self.req)  # a load that was evicted before the admission is made again
         state.on_device = before if state.on_device is None else min(state.on_device, before)
         state.from_store = state.from_store or self.point.from_store
+        self.store.record_hit(self.point, end - before, first, nbytes)
         if not self.store.log_saves:
             return
         logger.info(

@@ -17,46 +17,51 @@ from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 
 def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
-    """Asks the store for a prompt that just came, unless enough of it is here."""
-    tier, sessions = plain.tier, plain.sessions
-    if tier is None or sessions is None or not tier.is_on or req.finished() or req.output_ids or not may_share(req):
-        return
-    if req.to_finish is not None or len(req.origin_input_ids) < FEWEST_TOKENS:
+    """Asks the store for a prompt that just came, unless enough of it is here.
+
+    Where it comes in the midst of a pass, as with a grammar that is ready, it is kept back from this pass, too.
+    """
+    tier, sessions, state = plain.tier, plain.sessions, request_state(req)
+    if tier is None or sessions is None or not _may_ask(scheduler, req) or not tier.is_on:
         return
     tree, tokens = scheduler.tree_cache, req.origin_input_ids
-    waits = any(waiting is req for waiting in scheduler.waiting_queue[-1:])
-    if waits:  # else it comes to a prefill server, and is not there yet
-        engine_release().match(tree, req)
+    engine_release().match(tree, req)
     limit = engine_release().match_limit(tree, req, len(tokens))
-    found = sessions.longest(namespace(req), tokens, limit, req.last_node if waits else None)
-    have = max(int(req.prefix_len) if waits else 0, 0 if found.point is None else found.point.tokens)
-    request_state(req).ask = tier.ask(namespace(req), tokens, limit, have)
-    if request_state(req).ask is not None:
-        plain.asking.append(req)
+    found = sessions.longest(namespace(req), tokens, limit, req.last_node)
+    have = max(int(req.prefix_len), 0 if found.point is None else found.point.tokens)
+    state.ask = tier.ask(namespace(req), tokens, limit, have)
+    if state.ask is None:
+        return
+    plain.asking.append((req, state.ask))
+    if plain.kept_back is not None and any(one is req for one in scheduler.waiting_queue[-1:]):
+        plain.kept_back.append(scheduler.waiting_queue.pop())
+
+
+def _may_ask(scheduler: Any, req: Any) -> bool:
+    """Returns whether ``req`` is queued, for the first time; one that was rejected is not."""
+    before = request_state(req).ask
+    if req.finished() or req.to_finish is not None or req.output_ids or (before is not None and before.waits):
+        return False
+    bootstrap = getattr(scheduler.disagg_prefill_bootstrap_queue, "queue", ())
+    queued = any(one is req for one in (*scheduler.waiting_queue[-1:], *bootstrap[-1:]))
+    return queued and len(req.origin_input_ids) >= FEWEST_TOKENS and may_share(req)
 
 
 @contextmanager
 def kept_back(plain: PlainServing, scheduler: Any) -> Iterator[None]:
     """Takes the requests that wait for the store out of the engine's queue while it admits others."""
-    plain.asking = [req for req in plain.asking if request_state(req).ask.waits]
-    waiting = set(map(id, plain.asking))
-    if not waiting:
-        yield
-        return
-    before = list(scheduler.waiting_queue)
-    scheduler.waiting_queue = [req for req in before if id(req) not in waiting]
+    plain.asking = [(req, ask) for req, ask in plain.asking if ask.waits]
+    queue = scheduler.waiting_queue
+    here = {id(req) for req in queue} if plain.asking else set()
+    places = sorted(((queue.index(req), req) for req, _ in plain.asking if id(req) in here), key=lambda one: one[0])
+    for place, _ in reversed(places):
+        del queue[place]
+    visible, plain.kept_back = len(queue), []
     try:
         yield
     finally:
-        scheduler.waiting_queue = _merged(before, scheduler.waiting_queue, waiting)
-
-
-def _merged(before: list[Any], left: list[Any], waiting: set[int]) -> list[Any]:
-    """Returns the queue with those that waited at their places, and the others in the order that they have now."""
-    here, others, merged = set(map(id, left)), iter(left), []
-    for req in before:
-        if id(req) in waiting:
-            merged.append(req)
-        elif id(req) in here:
-            merged.append(next(others))
-    return [*merged, *others]
+        left, late = scheduler.waiting_queue, plain.kept_back
+        gone, plain.kept_back = max(0, visible - len(left)), None
+        for least, (place, req) in enumerate(places):  # they keep their places before those that came behind them
+            left.insert(max(least, place - gone), req)
+        left += late

@@ -36,23 +36,32 @@ logger = logging.getLogger(__name__)
 def start_store(plain: PlainServing, scheduler: Any) -> None:
     """Joins the sessions to the store of DSV4_STORE. Raises SettingError for settings that cannot be used."""
     settings, sessions, memory = read_settings(), plain.sessions, plain.host.memory
+    weights = plain.host.context.weight_version
+    if weights() != 0:  # before a switch of roles; the identity is of the files
+        logger.warning("store: nothing is written or read: %s", "the weights were updated since the start")
+        return
     assert sessions is not None
-    config = _config(settings)
+    config = config_of(settings)
     keys = Keys(sessions.trie, _identity(settings, plain, scheduler), settings.store_secret or None)
     client = None
     if memory.rank == 0:
         client = _client(settings, config, sessions, plain)
         _wait_until_up(client)
-    patience = Patience(
-        float(config.get("prefetch_timeout_base", BASE)),
-        float(config.get("prefetch_timeout_per_ki_token", PER_KI_TOKEN)),
-    )
-    plain.tier = Tier(sessions, memory, client, keys, patience, plain.host.context.weight_version)
+    together = plain.host.true_on_every_rank
+    plain.tier = Tier(sessions, memory, client, keys, _patience(config), weights, together)
     if plain.host.counters.series:
         plain.tier.counters.export(ranks_of(scheduler.metrics_collector))
 
 
-def _config(settings: Settings) -> dict[str, Any]:
+def _patience(config: dict[str, Any]) -> Patience:
+    named = {"prefetch_timeout_base": BASE, "prefetch_timeout_per_ki_token": PER_KI_TOKEN}
+    try:
+        return Patience(*(float(config.get(name, usual)) for name, usual in named.items()))
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"DSV4_STORE_CONFIG: {' and '.join(named)} must be seconds: {error}") from error
+
+
+def config_of(settings: Settings) -> dict[str, Any]:
     """Returns the backend's configuration, with the folder of a store of files, which is made."""
     config, folder = dict(settings.store_config), settings.store.folder
     if folder:
@@ -73,8 +82,13 @@ def _config(settings: Settings) -> dict[str, Any]:
         if Path(path).stat().st_mode & OTHERS:
             logger.warning("store: others may read or write %s, and with it the cache of prompts: chmod 700", path)
         if folder:  # else a disk that is full keeps its oldest sessions, and takes no new one
-            config.setdefault("min_free_space", str(min(LEAST_FREE, shutil.disk_usage(path).total // 10)))
+            config.setdefault("min_free_space", str(least_free(path)))
     return config
+
+
+def least_free(folder: str) -> int:
+    """Returns the bytes that a store of files leaves free: a tenth of a small disk."""
+    return min(LEAST_FREE, shutil.disk_usage(folder).total // 10)
 
 
 def _identity(settings: Settings, plain: PlainServing, scheduler: Any) -> bytes:
@@ -109,9 +123,12 @@ def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, 
         memory.arena.file, memory.arena.start + memory.arena.nbytes, memory.arena.start, memory.pool.total,
         memory.units.nbytes,
     )  # fmt: skip
+    folder = config.get("file_storage_path") if settings.store.backend == "file" else None
+    least = LEAST_FREE if folder is None else least_free(folder)
     return StoreClient(
-        arena, sessions.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None, command=COMMAND
-    )
+        arena, sessions.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None,
+        command=COMMAND, least_free=least,
+    )  # fmt: skip
 
 
 def _wait_until_up(client: StoreClient) -> None:

@@ -11,6 +11,7 @@ import pytest
 from memory_store import MemoryClient, MemoryStore
 
 from sglang_dsv4.engine.plain import store_start
+from sglang_dsv4.engine.plain.store import ask, kept_back
 from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.store.tier import Patience
 from sglang_dsv4.testing import demo_sessions
@@ -22,7 +23,7 @@ def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, **cli
     """Starts a server whose store has ``objects``; returns it, its sessions and its tier."""
     monkeypatch.setenv("DSV4_STORE", "/nowhere")
     monkeypatch.setenv("DSV4_STORE_MODEL", model)
-    monkeypatch.setattr(store_start, "_config", lambda settings: {})
+    monkeypatch.setattr(store_start, "config_of", lambda settings: {})
 
     def made(settings, config, sessions, plain):
         return MemoryClient(objects, plain.host.memory, seed, **client)
@@ -133,6 +134,46 @@ def test_a_request_that_waits_holds_up_no_other_and_leaves_by_an_abort(monkeypat
     assert second.cached_tokens == whole(said[1])
     settle(tier)
     world.check_integrity()
+
+
+def test_a_request_that_comes_in_the_midst_of_a_pass_is_kept_back_from_it(monkeypatch):
+    """As one whose grammar is ready: it would be admitted at once, and the store read for nobody."""
+    objects, rng = MemoryStore(), random.Random(8)
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, 1)
+    settle(tier)
+    world, _, tier = start(monkeypatch, objects)
+    _, plain = demo_sessions.parts_of(world)
+    with kept_back(plain, world.scheduler):
+        req = world.submit([*said[0], 7, 8, 9], max_new=4)
+        assert not world.scheduler.waiting_queue
+    assert world.scheduler.waiting_queue == [req]
+    before = request_state(req).ask
+    ask(plain, world.scheduler, req)
+    assert request_state(req).ask is before and len(plain.asking) == 1, "it is asked once"
+    world.run()
+    assert req.cached_tokens == whole(said[0])
+
+
+def test_a_rejected_request_is_not_asked(monkeypatch):
+    """Under overload each refusal would read half of the memory."""
+    objects, rng = MemoryStore(), random.Random(9)
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, 1)
+    settle(tier)
+    world, _, tier = start(monkeypatch, objects)
+    _, plain = demo_sessions.parts_of(world)
+    req = world.submit(said[0], max_new=4)
+    world.scheduler.waiting_queue.remove(req)
+    plain.asking, request_state(req).ask = [], None
+    ask(plain, world.scheduler, req)
+    assert request_state(req).ask is None and not plain.asking
+
+
+def test_weights_that_were_updated_before_a_switch_of_roles_have_no_store(monkeypatch):
+    monkeypatch.setattr(server, "weight_version", 3)
+    monkeypatch.setattr(server, "clean_version", 3)
+    assert start(monkeypatch, MemoryStore())[2] is None
 
 
 def test_a_late_store_costs_the_wait_alone(monkeypatch):

@@ -27,7 +27,6 @@ DISCARD = 2  # seconds until it forgets a put that was not ended
 LIMIT = 20  # seconds that a call may take where something does not answer; 30 and 60 by Mooncake's own limits
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
     """Nodes are forked, and find the engine's class imported."""
