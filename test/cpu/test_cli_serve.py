@@ -70,10 +70,13 @@ def test_it_becomes_the_server(start, monkeypatch):
     assert environ == {**os.environ, **ours}
 
 
-def test_every_setting_is_an_option(start):
+def test_every_setting_is_an_option(start, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("sixteen or more bytes")
     other = {
         "enabled": "0", "host_gb": "2", "transfer": "torch", "prep": "off", "plain": "off",
         "share": "off", "sessions": "auto", "layout": "page-major", "verify": "1",
+        "store": "/nvme/store", "store_config": '{"max_size": "2T"}', "store_model": "a", "store_secret": f"@{secret}",
     }  # fmt: skip
     for name, setting in TABLE.items():
         _, command, environ = start(OPTIONS[name], other[name])
