@@ -61,7 +61,7 @@ MUTANTS = (
     *seeded("settings.py", "test_settings.py::test_good_values",
         ("off-has-no-bound", '{"off": OFF, ', '{"off": Sessions(), ')),
     *seeded("testing/demo_sessions.py", "test_cli_demo.py::test_a_page_that_stays_behind_is_a_leak",
-        ("blocks-left-by-a-flush-not-counted", "result.leaks = left + held +", "result.leaks = left +")),
+        ("blocks-left-by-a-flush-not-counted", "int(left + memory.pool.held + ", "int(left + ")),
     *seeded("testing/integrity.py", "engine/test_world.py::test_what_becomes_free_in_v41_holds_garbage",
         ("v41-first-tile-for-all", "PAGE // (part.ratio or 1) // part.rows", "1")),
     *seeded("testing/ledger.py", "engine/plain/test_resume.py::test_it_joins_the_decode_batch[stock-513-v41]",
