@@ -253,7 +253,7 @@ class Tier:
 
     def write(self, point: Point) -> None:
         """Has ``point``, the last one of its request, written when its save was checked."""
-        if not self.is_on or point.from_store or point.sent == self._epoch:
+        if not self.is_on or point.sent == self._epoch:
             return
         if len(self._final) < MOST_FINAL:
             point.sent = self._epoch

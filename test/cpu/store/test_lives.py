@@ -107,7 +107,7 @@ def test_another_tenant_or_model_finds_nothing(monkeypatch):
     world, _, tier = start(monkeypatch, objects)
     said = converse(world, rng, 2, cache_salt="a")
     settle(tier)
-    for salt, model, found in (("b", "m", False), (None, "m", False), ("a", "other", False), ("a", "m", True)):
+    for salt, model, found in (("b", "m", False), (None, "m", False), ("a", "n", False), ("a", "m", True)):
         world, _, _ = start(monkeypatch, objects, model=model)
         salted = {} if salt is None else {"cache_salt": salt}
         got = [req.cached_tokens for req in go_on(world, rng, said, **salted)]
