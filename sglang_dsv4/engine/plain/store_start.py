@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def config_of(settings: Settings) -> dict[str, Any]:
         config["file_storage_path"] = folder
     if (reason := why_not(settings.store.backend, config)) is not None:
         raise SettingError(reason)
+    needed = ("xxhash", "blake3") if settings.store_secret else ("xxhash",)
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise SettingError(f"DSV4_STORE needs {' and '.join(missing)}: pip install 'sglang-dsv4[store]'")
     path = config.get("file_storage_path")
     if settings.store.backend == "file" and path is not None:
         try:

@@ -337,3 +337,22 @@ def test_two_ranks_keep_the_same_points(tmp_path: Path, seed: int) -> None:
     (first, hits), (second, _) = on_ranks(tmp_path, work)
     assert first == second
     assert hits
+
+
+def test_a_server_of_one_rank_reads_what_two_wrote(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        store = MemoryStore()
+        life = Life(store, rank, 2)
+        point = life.finish(1, 9)
+        life.passes(6)
+        return life.bytes_of(point), {name: unit.numpy().tobytes() for name, unit in store.objects.items()}
+
+    (written, objects), _ = on_ranks(tmp_path, work)
+    store = MemoryStore()
+    store.objects = {name: torch.frombuffer(bytearray(unit), dtype=torch.uint8) for name, unit in objects.items()}
+    alone = Life(store)
+    alone.ask(1, 12)
+    alone.passes(4)
+    assert alone.found(1) == 9
+    point = alone.sessions.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
+    assert alone.bytes_of(point) == written
