@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from sglang_dsv4.engine import state
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.errors import SettingError, VerifyMismatch
 from sglang_dsv4.sessions.store import SessionStore
@@ -37,6 +38,7 @@ def server(host_gb: str, verify: bool | None = None, **spec: Any) -> PlainWorld:
     variables = {"DSV4_SESSIONS": "auto", "DSV4_HOST_GB": host_gb}
     if verify is not None:
         variables["DSV4_VERIFY"] = str(int(verify))
+    state.server.weight_version = state.server.clean_version = 0  # as in a process that has just started
     with mock.patch.dict(os.environ, variables):
         return PlainWorld(**spec)
 

@@ -38,11 +38,11 @@ def tokens(rng, count):
     return [rng.randrange(VOCABULARY) for _ in range(count)]
 
 
-def converse(world, rng, prompts=3, **arguments):
+def converse(world, rng, prompts=2, **arguments):
     """Plays first turns; returns what was said in each."""
     said = []
     for _ in range(prompts):
-        req = world.submit(tokens(rng, rng.randint(1300, 2500)), max_new=rng.randint(5, 300), **arguments)
+        req = world.submit(tokens(rng, rng.randint(1300, 2000)), max_new=rng.randint(5, 60), **arguments)
         world.run()
         said.append([*req.origin_input_ids, *req.output_ids])
     return said
@@ -171,9 +171,15 @@ def test_a_rejected_request_is_not_asked(monkeypatch):
 
 
 def test_weights_that_were_updated_before_a_switch_of_roles_have_no_store(monkeypatch):
+    world, _, tier = start(monkeypatch, MemoryStore())
+    _, plain = demo_sessions.parts_of(world)
+    plain.tier = None
+    store_start.start_store(plain, world.scheduler)
+    assert plain.tier not in (None, tier)
+    plain.tier = None
     monkeypatch.setattr(server, "weight_version", 3)
-    monkeypatch.setattr(server, "clean_version", 3)
-    assert start(monkeypatch, MemoryStore())[2] is None
+    store_start.start_store(plain, world.scheduler)
+    assert plain.tier is None
 
 
 def test_a_late_store_costs_the_wait_alone(monkeypatch):
