@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -224,7 +224,6 @@ class HostMemory:
         self._leaks = 0
         self._on_release = on_release
         self.cache: UnitCache | None = None
-        self._borrowed: Counter[int] = Counter()  # units that a process beside this one reads or fills
 
     def offset(self, unit: int) -> int:
         """Returns the byte at which ``unit`` starts in the arena."""
@@ -336,29 +335,6 @@ class HostMemory:
         if not to_cache:  # the cache's units are not counted, nor was this copy yet
             self._on_release(len(self._leases), self._held_bytes())
 
-    def borrow(self, units: UnitNumbers) -> None:
-        """Holds ``units``, which have a holder, while a process beside this one reads them."""
-        self.pool.hold(units)
-        self._borrowed.update(units)
-
-    def borrow_free(self, count: int) -> UnitNumbers | None:
-        """Takes ``count`` units for a process beside this one to fill; None where so many are not free.
-
-        No transfer touches them any more, for that process is behind no stream.
-        """
-        if not self.has_room(count):
-            return None
-        units = self.pool.take(count, self.tickets.now)
-        self.tickets.reach(self.pool.last_ticket(units))
-        self._borrowed.update(units)
-        return units
-
-    def end_borrow(self, units: UnitNumbers, to_cache: bool = False) -> None:
-        """Gives borrowed ``units`` back; to_cache: the cache gets them, which are held by nothing else."""
-        self._borrowed.subtract(units)
-        self._borrowed += Counter()  # without those of none
-        (self.pool.hand_over if to_cache else self.pool.give_back)(units)
-
     def died(self, lease: Lease) -> None:
         """Notes that the handle of ``lease`` died without a release; may be called at any time, on any thread."""
         self._dead.append(lease)
@@ -424,5 +400,4 @@ class HostMemory:
         """Raises AssertionError when a unit is lost, doubled, or counted wrongly."""
         self._reclaim_dead()
         held = [unit for lease in self._leases.values() for unit in lease.units]
-        held += self._borrowed.elements()
         self.pool.check_integrity(held, () if self.cache is None else self.cache.units())

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from sglang_dsv4.hostmem.pool import UnitPool
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.trie import Page, Point, Trie
 
@@ -93,6 +94,38 @@ class EvictionOrder:
         over = set(numbers)
         for point in [point for point in self._ends if point.number in over]:
             self.place(point, LAST_RESORT)
+
+    def held_with(self, last: Page | None, new: int, point: Point | None) -> tuple[int, int]:
+        """Counts pages and windows of retained and pinned points, with one ``new`` pages behind ``last``.
+
+        point: that one, if it has a place.
+        """
+        known = [] if last is None else self._trie.path(last)
+        pages = len(self.held_pages) + sum(page not in self.held_pages for page in known) + new
+        return pages, self.held_points + (point is None or point.order[0] not in HELD)
+
+    def first_to_go(
+        self, pool: UnitPool, missing: int, over: int, most: tuple[int, int] | None, for_point: bool
+    ) -> list[Point] | None:
+        """Returns the points that make room, the first to go first; None where all of them are not enough.
+
+        missing: units of ``pool`` to be freed. over: of those that points hold, to be given up. most: the rank and
+        priority beyond which none goes. for_point: the room is for one.
+        """
+        points, found = iter(self), list[Point]()
+        gone = dict[Page, int]()
+        while over > 0 or missing > 0:
+            point = next(points, None)
+            if point is None or (most is not None and point.order > most):
+                return None
+            waits = not for_point and pool.is_shared(point.page)  # its copy has these units
+            if point.tail is None and (waits or self._trie.is_used(point.page)):
+                continue  # without it there is no more room
+            found.append(point)
+            freed = self._trie.freed_with(point, gone) + (point.tail or [])
+            missing -= sum(not pool.is_shared(unit) for unit in freed)
+            over -= len(freed)
+        return found
 
     def _hold(self, point: Point, by: int) -> None:
         self.held_points += by

@@ -12,7 +12,6 @@ pass behind a save they vote on it, and agree on what their clocks say: at the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import time
@@ -183,7 +182,7 @@ class SessionStore:
         found = self._trie.walk(namespace, keys, last)
         last, keys = (found[-1] if found else last), keys[len(found) :]
         here = self._trie.point.get(last) if last is not None and not keys else None
-        hints = self._allowed(hints, last, len(keys), here)  # before others make room for it
+        hints = self._leaving_half(hints, last, len(keys), here)  # before others make room for it
         if here is not None and (here.tail is not None or not window):
             self._again(here, hints)
             return here
@@ -233,7 +232,7 @@ class SessionStore:
         self._begin()
         if not self.stands(point):
             return False
-        self._again(point, self._allowed(hints, point.page, 0, point))
+        self._again(point, self._leaving_half(hints, point.page, 0, point))
         return True
 
     @property
@@ -313,11 +312,16 @@ class SessionStore:
         """Counts the tokens of a page."""
         return self._page
 
-    def borrow_place(self, namespace: Hashable, keys: Sequence[Key], loading: int) -> tuple[int, UnitNumbers] | None:
-        """Takes units for a point behind the pages of ``keys``: for those that are not here, and for its window.
+    def lend(self, point: Point, pages: UnitNumbers, tail: UnitNumbers) -> HostCopy:
+        """Makes a copy of some units of ``point``, which holds them while a process beside this one reads them."""
+        geometry, weights = self._host.buffers.geometry, self._host.context.weight_version()
+        return self._memory.lend(point.tokens, geometry, weights, pages, tail)
 
-        loading: units that are borrowed so. Returns how many pages are here, and the units; None where the point is
-        here, where half of the room is not enough for all that is loaded at once, or where plain points make none.
+    def place_for(self, namespace: Hashable, keys: Sequence[Key], loading: int) -> HostCopy | None:
+        """Makes a copy for a process beside this one to fill: the window behind ``keys``, and their pages not here.
+
+        loading: units of such copies. None where the point is here, where half of the room is not enough for all that
+        is loaded at once, or where plain points make none.
         """
         walked = self._trie.walk(namespace, keys)
         last = walked[-1] if walked else None
@@ -329,43 +333,41 @@ class SessionStore:
         try:
             if not self._find_room(needs, "room", (PLAIN.rank, PLAIN.priority)):
                 return None
-            units = self._memory.borrow_free(needs)
+            geometry, weights = self._host.buffers.geometry, self._host.context.weight_version()
+            return self._memory.allocate(len(keys) * self._page, geometry, weights, begins=len(walked))
+        except HostCopyError as error:
+            self._host.counters.fallback(type(error).__name__, f"a point of {len(keys)} pages in a store: {error}")
+            return None
         finally:
             self._done_with(last)
-        return None if units is None else (len(walked), units)
 
-    def adopt_read(self, namespace: Hashable, keys: Sequence[Key], first: int, units: UnitNumbers) -> Point | None:
-        """Keeps the point behind ``keys`` that was read into ``units``, or gives them back.
+    def adopt_read(self, namespace: Hashable, keys: Sequence[Key], copy: HostCopy) -> Point | None:
+        """Keeps the point behind ``keys`` that ``copy`` was filled with, or releases it.
 
-        first: pages that were here when they were borrowed. None: pages before them went meanwhile, the point came by
-        another way, or there is no room.
+        None: pages before it went meanwhile, the point came by another way, or there is no room.
         """
         walked = self._trie.walk(namespace, keys)
-        here, pages, tail = len(walked), units[: len(keys) - first], units[len(keys) - first :]
-        last = walked[-1] if walked else None
+        here, last = len(walked), walked[-1] if walked else None
         point = self._trie.point.get(last) if last is not None and here == len(keys) else None
-        new = len(keys) - here + len(tail)
-        if here < first or (point is not None and point.tail is not None) or self._held + new > self._most:
-            self._memory.end_borrow(units)
+        over = self._held + len(keys) - here + self._in_tail > self._most
+        if here < copy.begins or over or (point is not None and point.tail is not None):
+            copy.release()
             return None
-        came, kept = pages[: here - first], pages[here - first :]
-        self._memory.end_borrow(came)
-        self._memory.end_borrow([*kept, *tail], to_cache=True)
+        if self._host.settings.verify:
+            copy.checksums = verify.checksums(copy)
         self._trie.used = last  # the pages of a point without a window stay
         try:
             if point is not None:
                 self._let_go(point, "superseded")
-            self._trie.add(namespace, last, keys[here:], kept)
-            made = self._put(namespace, kept[-1] if kept else walked[-1], tail, PLAIN)
+            came, added = copy.pages(copy.begins, here), self._add(namespace, last, keys[here:], copy)
+            made = self._put(namespace, added[-1] if added else walked[-1], copy.tail_units, PLAIN)
         finally:
             self._done_with(last)
-        self._pages += len(kept)
         self._windows += 1
         made.from_store = True
-        if self._host.settings.verify:
-            sum_of = functools.partial(verify.checksum, self._memory)
-            self._checksums |= {page: sum_of(page) for page in kept}
-            made.checksums = [sum_of(unit) for unit in tail]
+        self._spread(copy, added, made)
+        copy.hand_over()
+        self._memory.pool.forget(came)
         return made
 
     def _put(self, namespace: Hashable, page: Page, tail: UnitNumbers | None, hints: Hints) -> Point:
@@ -445,17 +447,14 @@ class SessionStore:
 
     # --------------------------------------------------------------------------------------------------- let go
 
-    def _allowed(self, hints: Hints, last: Page | None, new: int, point: Point | None) -> Hints:
-        """Returns ``hints`` of a point, without a rank that would leave less than half to others.
+    def _leaving_half(self, hints: Hints, last: Page | None, new: int, point: Point | None) -> Hints:
+        """Returns ``hints`` of a point ``new`` pages behind ``last``, without a rank that leaves others too little.
 
-        Retained and pinned points count together. It lies ``new`` pages behind ``last``. point: that one, if it is kept
-        already.
+        Retained and pinned points count together, and take at most half. point: that one, if it is kept already.
         """
         if hints.rank not in HELD:
             return hints
-        known = [] if last is None else self._trie.path(last)
-        pages = len(self.order.held_pages) + sum(page not in self.order.held_pages for page in known) + new
-        windows = self.order.held_points + (point is None or point.order[0] not in HELD)
+        pages, windows = self.order.held_with(last, new, point)
         if 2 * (pages + windows * self._in_tail) <= self._most:
             return hints
         self.counters.hinted(((HELD[hints.rank], "full"),))
@@ -492,31 +491,11 @@ class SessionStore:
         """
         if self._has_room(units, for_point):
             return True
-        points = self._to_evict(units, most, for_point)
+        over = self._held + units - self._most if for_point else 0
+        points = self.order.first_to_go(self._memory.pool, units - self._memory.pool.available, over, most, for_point)
         for point in points or ():
             self._let_go(point, reason)
         return points is not None
-
-    def _to_evict(self, units: int, most: tuple[int, int] | None, for_point: bool) -> list[Point] | None:
-        """Returns the points that make that room, the first to go first; None where all of them are not enough."""
-        pool = self._memory.pool
-        missing = units - pool.available
-        over = self._held + units - self._most if for_point else 0
-        points, found = iter(self.order), list[Point]()
-        gone = dict[Page, int]()
-        while over > 0 or missing > 0:
-            point = next(points, None)
-            if point is None or (most is not None and point.order > most):
-                return None
-            waits = not for_point and pool.is_shared(point.page)  # its copy has these units
-            if point.tail is None and (waits or self._trie.is_used(point.page)):
-                continue  # without it there is no more room
-            found.append(point)
-            freed = self._trie.freed_with(point, gone)
-            freed += point.tail or ()
-            missing -= sum(not pool.is_shared(unit) for unit in freed)
-            over -= len(freed)
-        return found
 
     def _let_go(self, point: Point, reason: str) -> None:
         self.order.remove(point)

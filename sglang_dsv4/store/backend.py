@@ -79,7 +79,7 @@ class Backend:
         self._require()
         engine.register_mem_pool_host(Anchor())
         engine.register_mem_host_pool_v2(ring, self.pool)
-        registered = getattr(engine, "on_host_pools_registered", None)  # since 0.5.23
+        registered = getattr(engine, "on_host_pools_registered", None)  # not in every release
         if registered is not None:
             registered()
 

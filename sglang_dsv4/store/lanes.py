@@ -256,14 +256,16 @@ class Lanes:
         return found
 
     def _call(self, lane: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        done = False
         self._beat(lane)
         try:
-            return call(*arguments)
-        except BaseException:
-            self._seen.forget()
-            raise
+            answer = call(*arguments)
+            done = True
         finally:
             self._beat(lane)
+            if not done:
+                self._seen.forget()
+        return answer
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -97,20 +98,18 @@ def launch(command: Sequence[str], files: Sequence[int], hello: bytes) -> StoreP
     command: argv; the numbers of its socket and of ``files`` follow it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        try:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-            ours.setblocking(False)
-            ours.send(hello)
-            inherited = (theirs.fileno(), *files)
-            child = subprocess.Popen(
-                [*command, *map(str, inherited)],
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **_ENVIRONMENT},
-            )
-        except BaseException:
-            ours.close()
-            raise
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        ours.setblocking(False)
+        ours.send(hello)
+        inherited = (theirs.fileno(), *files)
+        child = subprocess.Popen(
+            [*command, *map(str, inherited)],
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **_ENVIRONMENT},
+        )
+        undo.pop_all()
     return StoreProcess(child, ours)

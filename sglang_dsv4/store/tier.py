@@ -16,13 +16,13 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from sglang_dsv4.hostmem.board import NAMED
-from sglang_dsv4.hostmem.pool import UnitNumbers
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.metrics import StoreCounters
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Page, Point
@@ -37,6 +37,7 @@ MOST_BORROWED = 192  # units that writes may hold
 MOST_FINAL = 1024  # points that wait to be written; beyond, new ones are not
 REFRESH = 512  # points after which all is offered anew: a store may have lost it, or thinks that nobody uses it
 QUIET = 10.0  # seconds between two warnings of a store that fails
+_KEPT: list[HostCopy] = []  # of processes that could not be reaped: they may write to them for ever
 STORED = (Code.OK, Code.KNOWN)
 WRONG = (Code.NO_SEAL, Code.ANOTHER, Code.WRONG)
 
@@ -44,7 +45,7 @@ WRONG = (Code.NO_SEAL, Code.ANOTHER, Code.WRONG)
 class What(IntEnum):
     """Says what happened to a ticket."""
 
-    COPIED = 1  # value: units of a write so far
+    COPIED = 1  # all units of a write
     STORED = 2  # value: whether all of them were
     FOUND = 3  # value: pages up to the last stored point; 0: none
     LATE = 4
@@ -75,18 +76,16 @@ class Patience(NamedTuple):
 class Write:
     """Holds one slice of a point."""
 
-    units: UnitNumbers
-    after: int  # the ticket of the transfers that fill them
+    copy: HostCopy
     pieces: list[Piece] = field(default_factory=list)  # of the rank with the client
-    back: int = 0  # units that came back
 
 
 @dataclass(eq=False)
 class Ask:
     """Holds the question of one prompt. waits: its request is not admitted meanwhile.
 
-    have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. first: pages
-    that were here when the units were borrowed. ticket: of the client. limit: when it is late, on this rank's clock.
+    have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. copy: is being
+    filled. ticket: of the client. limit: when it is late, on this rank's clock.
     """
 
     namespace: Hashable
@@ -98,14 +97,13 @@ class Ask:
     waits: bool = True
     late: bool = False
     end: int = 0
-    first: int = 0
-    units: UnitNumbers = field(default_factory=list)
+    copy: HostCopy | None = None
     ticket: int | None = None
 
     def covers(self, other: Ask, page: int) -> bool:
-        """Returns whether the units here are for all pages that ``other`` found."""
+        """Returns whether the copy here is of all pages that ``other`` found."""
         tokens = other.end * page
-        same = bool(self.units) and self.namespace == other.namespace and self.end >= other.end
+        same = self.copy is not None and self.namespace == other.namespace and self.end >= other.end
         return same and self.tokens[:tokens] == other.tokens[:tokens]
 
 
@@ -116,7 +114,7 @@ class Tier:
     """
 
     def __init__(
-        self, sessions: SessionStore, memory: Any, client: StoreClient | None, keys: Keys, patience: Patience,
+        self, sessions: SessionStore, memory: HostMemory, client: StoreClient | None, keys: Keys, patience: Patience,
         weights: Callable[[], Any], together: Callable[[bool], bool] = bool,
     ) -> None:  # fmt: skip
         """Starts with nothing written.
@@ -151,8 +149,12 @@ class Tier:
         return bool(self._weights() == self._first_weights)
 
     def units(self) -> list[int]:
-        """Returns the units that are borrowed."""
-        return [unit for one in self._open.values() for unit in one.units[getattr(one, "back", 0) :]]
+        """Returns the units that the store's process may touch."""
+        return [unit for copy in self._copies() for unit in copy.units]
+
+    def _copies(self) -> Iterator[HostCopy]:
+        copies = (one.copy for one in self._open.values())
+        return (copy for copy in copies if copy is not None and not copy.released)
 
     # ------------------------------------------------------------------------------------------------------- a pass
 
@@ -184,10 +186,11 @@ class Tier:
             number = self._asked.get(event.ticket)
             if number is None:
                 continue
-            if event.name == "copied":
-                self._to_tell.append(Told(number, What.COPIED, event.value))
-                continue
             one = self._open[number]
+            if event.name == "copied":
+                if isinstance(one, Write) and event.value == len(one.pieces):
+                    self._to_tell.append(Told(number, What.COPIED))
+                continue
             self._to_tell.append(self._answer(number, one, event))
             if event.name != "found" or not event.value:
                 del self._asked[event.ticket]
@@ -220,7 +223,7 @@ class Tier:
         self.counters.add("nbytes", size * codes.count(Code.OK), op)
         if event.name == "stored":
             return Told(number, What.STORED, int(all(code in STORED for code in codes)))
-        whole = len(codes) == len(one.units)
+        whole = one.copy is not None and len(codes) == len(one.copy.units)
         return Told(number, What.LOADED, int(whole and all(code is Code.OK for code in codes)))
 
     def _take(self, told: Told) -> None:
@@ -293,10 +296,8 @@ class Tier:
         self._refresh = REFRESH
 
     def _borrow(self, point: Point, pages: list[Page], tail: list[int]) -> None:
-        units = [*pages, *tail]
-        write = Write(units, self._memory.pool.last_ticket(units))
-        self._memory.borrow(units)
-        self._borrowed += len(units)
+        write = Write(self._sessions.lend(point, pages, tail))
+        self._borrowed += len(pages) + len(tail)
         self._sent.update(pages)
         number = self._number(write)
         if self._client is not None:
@@ -310,21 +311,20 @@ class Tier:
             number = self._to_send[0]
             write = self._open[number]
             assert isinstance(write, Write)
-            if not self._memory.tickets.is_over(write.after):
+            if not self._memory.tickets.is_over(write.copy.lease.ticket):
                 return
             self._to_send.popleft()
             ticket = client.write(write.pieces)
             if ticket is None:
-                self.counters.add("units", len(write.units), "put", "dropped")
+                self.counters.add("units", len(write.pieces), "put", "dropped")
                 self._to_tell.append(Told(number, What.FAILED))
             else:
                 self._asked[ticket] = number
 
     def _take_of_write(self, told: Told, write: Write) -> None:
-        back = told.value if told.what is What.COPIED else len(write.units)
-        self._memory.end_borrow(write.units[write.back : back])
-        self._borrowed -= back - write.back
-        write.back = back
+        if not write.copy.released:
+            self._borrowed -= len(write.copy.units)
+            write.copy.release()
         if told.what is What.COPIED:
             return
         del self._open[told.number]
@@ -378,10 +378,9 @@ class Tier:
             if isinstance(one, Ask) and one.covers(ask, self._page):
                 self._behind.setdefault(other, []).append(number)
                 return
-        place = None
         if self.is_on:
-            place = self._sessions.borrow_place(ask.namespace, self._keys_of(ask), self._loading)
-        if place is None:
+            ask.copy = self._sessions.place_for(ask.namespace, self._keys_of(ask), self._loading)
+        if ask.copy is None:
             if self._client is not None and ask.ticket is not None:
                 self._client.drop(ask.ticket)
                 self._asked.pop(ask.ticket, None)
@@ -389,38 +388,37 @@ class Tier:
             came = here is not None and here.tokens == end * self._page
             self._finish(number, ask, "late" if ask.late else "hit" if came else "room")
             return
-        ask.first, ask.units = place
-        self._loading += len(ask.units)
+        self._loading += len(ask.copy.units)
         if self._client is None or ask.ticket is None:
             return
-        pages = end - ask.first
-        spots = [Spot(unit, PAGE, ask.first + at) for at, unit in enumerate(ask.units[:pages])]
-        spots += [Spot(unit, part, end - 1) for part, unit in enumerate(ask.units[pages:], PAGE + 1)]
+        spots = [Spot(unit, PAGE, page) for page, unit in enumerate(ask.copy.pages(ask.copy.begins), ask.copy.begins)]
+        spots += [Spot(unit, part, end - 1) for part, unit in enumerate(ask.copy.tail_units, PAGE + 1)]
         if not self._client.load(ask.ticket, spots):
             self._client.drop(ask.ticket)
             self._asked.pop(ask.ticket, None)  # its process may have died meanwhile
             self._to_tell.append(Told(number, What.FAILED))
 
     def _end_ask(self, told: Told, ask: Ask) -> None:
-        if not ask.units:
+        if ask.copy is None:
             self._finish(told.number, ask, "failed" if told.what is What.FAILED else "miss")
             return
+        units, begins = len(ask.copy.units), ask.copy.begins
+        self._loading -= units
         if told.what is not What.LOADED or not told.value or not self.is_on:
             self._offer_anew()
-            self._memory.end_borrow(ask.units)
+            ask.copy.release()
             self._finish(told.number, ask, "failed")
             return
-        keys = self._keys_of(ask)
-        point = self._sessions.adopt_read(ask.namespace, keys, ask.first, ask.units)
+        point = self._sessions.adopt_read(ask.namespace, self._keys_of(ask), ask.copy)
         if point is None:
             self._finish(told.number, ask, "late" if ask.late else "room")
             return
-        self._sent.update(self._trie.path(point.page)[ask.first :])
+        self._sent.update(self._trie.path(point.page)[begins:])
         point.sent = self._epoch
-        self.counters.add("tokens", (ask.end - ask.first) * self._page)
+        self.counters.add("tokens", (ask.end - begins) * self._page)
         logger.info(
             "read %d tokens from the store, %.1f MB in %.1f ms", point.tokens,
-            len(ask.units) * self._memory.units.nbytes / 1e6, (time.monotonic() - ask.started) * 1e3,
+            units * self._memory.units.nbytes / 1e6, (time.monotonic() - ask.started) * 1e3,
         )  # fmt: skip
         self._finish(told.number, ask, "late" if ask.late else "hit")
 
@@ -428,8 +426,7 @@ class Tier:
         return list(self._trie.keys(ask.tokens, ask.end * self._page))
 
     def _finish(self, number: int, ask: Ask, outcome: str) -> None:
-        self._loading -= len(ask.units)
-        ask.waits, ask.units = False, []
+        ask.waits = False
         del self._open[number]
         self.counters.add("asks", 1, outcome)
         for behind in self._behind.pop(number, ()):
@@ -451,9 +448,13 @@ class Tier:
         if self._client is not None:
             self._client.close(seconds)
             reaped = self._client.ended
+        copies = list(self._copies())
         if self._together(reaped):
-            self._memory.end_borrow(self.units())
+            for copy in copies:
+                copy.release()
             self._open.clear()
+        else:
+            _KEPT.extend(copies)
 
 
 def _packed(told: Told) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sglang_dsv4.cache.family import Family
 from sglang_dsv4.cache.rows import Spans
 from sglang_dsv4.errors import VerifyMismatch
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.reference import Piece, pieces, tail_image
 
@@ -28,14 +28,14 @@ Checksums = dict[int, int]  # by the index of the unit among the copy's
 def checksums(copy: HostCopy) -> Checksums:
     """Computes the CRC-32 of every host unit that ``copy`` saved; bytes that are not live stay as they are, too."""
     first = copy.shares[0].start
-    return {first + number: checksum(copy.memory, unit) for number, unit in enumerate(copy.units[first:])}
+    return {first + number: _checksum(copy, unit) for number, unit in enumerate(copy.units[first:])}
 
 
 def check_host(copy: HostCopy) -> None:
     """Raises VerifyMismatch when the host bytes are not those that were saved."""
     page = copy.geometry.page_size
     for index, unit in enumerate(copy.units):
-        if copy.checksums[index] != checksum(copy.memory, unit):
+        if copy.checksums[index] != _checksum(copy, unit):
             number = copy.begins + index
             where = f"tokens {number * page} to {min((number + 1) * page, copy.tokens)}"
             if index >= copy.in_pages:
@@ -45,9 +45,8 @@ def check_host(copy: HostCopy) -> None:
             )
 
 
-def checksum(memory: HostMemory, unit: int) -> int:
-    """Computes the CRC-32 of a host unit."""
-    return zlib.crc32(memory.bytes_of(unit).numpy().data)
+def _checksum(copy: HostCopy, unit: int) -> int:
+    return zlib.crc32(copy.memory.bytes_of(unit).numpy().data)
 
 
 def check_shares(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:

@@ -138,7 +138,9 @@ def test_bounds_of_a_line():
     assert link_bounds(row, "v41") == link_bounds(row, "flash")
 
 
-@pytest.mark.parametrize("command", ["demo --requests 1 --device cpu", "bench transfer --device cpu -- --count 1"])
+@pytest.mark.parametrize("command", [
+    "demo --requests 1 --device cpu", "drill memory", "bench transfer --device cpu -- --count 1",
+])  # fmt: skip
 def test_nothing_is_said_of_a_gpu_that_is_not_needed(tmp_path, command):
     """By the command itself, nor by the process of a benchmark."""
     words = [sys.executable, "-m", "sglang_dsv4.cli.main", *command.split()]

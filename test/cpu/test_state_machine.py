@@ -20,9 +20,9 @@ from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.testing.standalone import PoolSpec
 
-LEAST_STEPS = 2_600
-EXAMPLES = 80  # of requests over a pool
-FEWER = 25  # examples where only the families are others
+LEAST_STEPS = 10_000
+EXAMPLES = 300  # of requests over a pool
+FEWER = 60  # examples where only the families are others
 AT_NODES = "windows at the node", "looked up behind a node", "looked up again"
 REFUSED = (*(f"load {how}" for how in REFUSED_LOADS), *(f"save {how}" for how in REFUSED_SAVES))
 

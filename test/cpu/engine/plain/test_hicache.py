@@ -132,7 +132,7 @@ def test_every_way_out_leaves_no_lock(way: str, policy: str) -> None:
     ended(world)
 
 
-@pytest.mark.parametrize("tokens", [1151])
+@pytest.mark.parametrize("tokens", [1025, 1100, 1150, 1151, 1279, 1280])
 def test_what_it_publishes_goes_to_the_host_and_comes_back_right(tokens: int) -> None:
     """Bytes are compared wherever a forward reads them; what was loaded in part must not come back as a window."""
     world, req = away(tokens)
