@@ -45,6 +45,12 @@ def test_the_second_life_reads_what_the_first_one_wrote(capsys, monkeypatch, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["secret"], "its folder goes with it"
 
 
+def test_a_byte_that_was_wrong_before_it_was_sealed_is_found_by_who_reads_it(capsys):
+    assert main([*FEW, "--corrupt"]) == 1
+    text, found = last(capsys)
+    assert "MISMATCH second, with: WrongRows: " in text and found["lives"][demo_store.FIRST]["mismatches"] == []
+
+
 def test_where_nothing_comes_from_the_store_it_fails(capsys, monkeypatch):
     monkeypatch.setattr(played, "COMMAND", DEAD)
     assert main(FEW) == 1

@@ -1,4 +1,4 @@
-"""What a backend must do between two store processes, whatever it is: tests for a subclass a backend.
+"""Tests of any backend between two store processes, for a subclass a backend.
 
 The subclass has a fixture ``nodes``: a function that makes nodes over one store, which end with the test class. The
 first writes, the second reads: what a server leaves and another finds.

@@ -327,7 +327,7 @@ def test_nixl_a_missing_or_empty_one_spoils_no_other(nixl, ring):
 
 
 class PlayedNixl:
-    """What is asked of the engine's class, without the library: one missing or empty key fails its batch."""
+    """Without the library, the engine's class is asked key by key: one missing or empty key fails its batch."""
 
     file_manager = None
 

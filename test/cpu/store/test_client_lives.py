@@ -168,7 +168,7 @@ class Lives(RuleBasedStateMachine):
         return lives[-1] if lives and lives[-1].child.status is None else None
 
     def work(self):
-        """What it was sent and did not answer."""
+        """Lists the tickets that it was sent and did not answer."""
         work = self.theirs.setdefault(self.life, {})
         for kind, ticket, count, _ in self.life.read():
             if kind in (Kind.WRITE, Kind.ASK, Kind.LOAD):

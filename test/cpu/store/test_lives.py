@@ -226,7 +226,7 @@ def test_nothing_of_an_aborted_request_is_written(monkeypatch):
 
 
 def test_retracts_find_as_much_room_beside_a_store(monkeypatch):
-    """What is being written is not kept from them for long, and what is read never takes a copy's room."""
+    """Writes keep units from retracts for a short time, and reads never take a copy's room."""
     objects, rng = MemoryStore(), random.Random(7)
     world, sessions, tier = start(monkeypatch, objects, at_once=False)
     requests = [world.submit(tokens(rng, rng.randint(1100, 1500)), max_new=60) for _ in range(4)]

@@ -83,7 +83,7 @@ def copies_of_retracts(monkeypatch: pytest.MonkeyPatch, sessions: str, lengths: 
     return found
 
 
-@pytest.mark.parametrize("lengths", [[2500, 300, 1290, 2047, 64, 900, 1800, 1024]])
+@pytest.mark.parametrize("lengths", [[600] * 8, [2500, 300, 1290, 2047, 64, 900, 1800, 1024]])
 def test_a_server_sized_for_retracts_makes_as_many_copies(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     without = copies_of_retracts(monkeypatch, "off", lengths)
     assert copies_of_retracts(monkeypatch, "plain", lengths) == without
