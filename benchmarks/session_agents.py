@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import add_requests, write_model
+from benchmarks.client import add_requests, model_of
 from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, number, readable_file
@@ -431,8 +431,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     servers.end_when_told()
-    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts)
-    arguments.model_path = str(model)
+    arguments.model_path = str(model_of(arguments)[0])
     with started(arguments) as up:  # they take half a minute to end: the result is written before
         rows = measure(up, arguments)
         return results.finish(arguments, rows, judge(rows, arguments))

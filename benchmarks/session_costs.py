@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.client import add_requests, write_model
+from benchmarks.client import add_requests, model_of
 from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
@@ -479,8 +479,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     servers.end_when_told()
-    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts)
-    arguments.model_path = str(model)
+    arguments.model_path = str(model_of(arguments)[0])
     scene = SCENES[arguments.scene](arguments)
     with started(scene, arguments) as up:  # they take half a minute to end: the result is written before
         rows = measure(up, scene, arguments)

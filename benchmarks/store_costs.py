@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from benchmarks import store_servers as stores
-from benchmarks.client import write_model
+from benchmarks.client import model_of
 from benchmarks.session_agents import Agents
 from benchmarks.session_agents import Talk as AgentsTalk
 from benchmarks.session_costs import ALL, BESIDE, WARM_UP, Decodes, spread
@@ -242,8 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     servers.end_when_told()
-    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts)
-    arguments.model_path = str(model)
+    arguments.model_path = str(model_of(arguments)[0])
     with contextlib.ExitStack() as stack:  # servers take half a minute to end: the result is written before
         off = ours(arguments, {"DSV4_STORE": "off"}, WITHOUT, score.APART)
         ways = [ours(arguments, in_files(stack, arguments, "ours")), off]

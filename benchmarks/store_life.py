@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import store_servers as stores
-from benchmarks.client import write_model
+from benchmarks.client import model_of
 from benchmarks.scenes import FURTHER, PAGE, READ, Later, compare, farther
 from benchmarks.session_agents import LONG, Agents, Turn, is_whole, median_wait, waits
 from benchmarks.store_servers import OURS, PEER, Way, in_files, ours, settle, start
@@ -295,8 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     servers.end_when_told()
-    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts)
-    arguments.model_path = str(model)
+    arguments.model_path = str(model_of(arguments)[0])
     with contextlib.ExitStack() as stack:  # servers take half a minute to end: the result is written before
         rows = SCENES[arguments.scene](stack, arguments)
         results.show([{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows])
