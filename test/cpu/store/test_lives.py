@@ -63,6 +63,15 @@ def settle(tier):
     assert not tier.units()
 
 
+def second_life(monkeypatch, objects, rng, prompts):
+    """Plays first turns in one life; returns what was said, and the next server with its tier."""
+    world, _, tier = start(monkeypatch, objects)
+    said = converse(world, rng, prompts)
+    settle(tier)
+    world, _, tier = start(monkeypatch, objects)
+    return said, world, tier
+
+
 def whole(words, drafts=0):
     """The tokens up to the last page end that a next turn can go on from."""
     return (len(words) - 1 - bool(drafts)) // 256 * 256
@@ -116,10 +125,7 @@ def test_another_tenant_or_model_finds_nothing(monkeypatch):
 
 def test_a_request_that_waits_holds_up_no_other_and_leaves_by_an_abort(monkeypatch):
     objects, rng = MemoryStore(), random.Random(3)
-    world, _, tier = start(monkeypatch, objects)
-    said = converse(world, rng, 2)
-    settle(tier)
-    world, _, tier = start(monkeypatch, objects)
+    said, world, tier = second_life(monkeypatch, objects, rng, 2)
     tier._patience = Patience(60.0, 0.0)
     tier._client.hangs = True
     first, second = (world.submit([*words, 7, 8, 9], max_new=4) for words in said)
@@ -139,10 +145,7 @@ def test_a_request_that_waits_holds_up_no_other_and_leaves_by_an_abort(monkeypat
 def test_a_request_that_comes_in_the_midst_of_a_pass_is_kept_back_from_it(monkeypatch):
     """As one whose grammar is ready: it would be admitted at once, and the store read for nobody."""
     objects, rng = MemoryStore(), random.Random(8)
-    world, _, tier = start(monkeypatch, objects)
-    said = converse(world, rng, 1)
-    settle(tier)
-    world, _, tier = start(monkeypatch, objects)
+    said, world, _ = second_life(monkeypatch, objects, rng, 1)
     _, plain = demo_sessions.parts_of(world)
     with kept_back(plain, world.scheduler):
         req = world.submit([*said[0], 7, 8, 9], max_new=4)
@@ -158,10 +161,7 @@ def test_a_request_that_comes_in_the_midst_of_a_pass_is_kept_back_from_it(monkey
 def test_a_rejected_request_is_not_asked(monkeypatch):
     """Under overload each refusal would read half of the memory."""
     objects, rng = MemoryStore(), random.Random(9)
-    world, _, tier = start(monkeypatch, objects)
-    said = converse(world, rng, 1)
-    settle(tier)
-    world, _, tier = start(monkeypatch, objects)
+    said, world, _ = second_life(monkeypatch, objects, rng, 1)
     _, plain = demo_sessions.parts_of(world)
     req = world.submit(said[0], max_new=4)
     world.scheduler.waiting_queue.remove(req)
@@ -184,10 +184,7 @@ def test_weights_that_were_updated_before_a_switch_of_roles_have_no_store(monkey
 
 def test_a_late_store_costs_the_wait_alone(monkeypatch):
     objects, rng = MemoryStore(), random.Random(4)
-    world, _, tier = start(monkeypatch, objects)
-    said = converse(world, rng, 1)
-    settle(tier)
-    world, _, tier = start(monkeypatch, objects)
+    said, world, tier = second_life(monkeypatch, objects, rng, 1)
     tier._patience = Patience(0.0, 0.0)
     tier._client.hangs = True
     (req,) = go_on(world, rng, said)

@@ -101,6 +101,15 @@ class Life:
         assert self.memory.pool.held + self.memory.pool.available == self.memory.pool.total
 
 
+def stored(pages: int = 9) -> MemoryStore:
+    """Returns what a life leaves of so many pages of prompt 1."""
+    store = MemoryStore()
+    life = Life(store)
+    life.finish(1, pages)
+    life.passes(4)
+    return store
+
+
 def test_a_second_life_has_the_bytes_of_the_first() -> None:
     store = MemoryStore()
     first = Life(store)
@@ -193,10 +202,7 @@ def test_tickets_are_over_when_their_transfers_are_on_every_rank() -> None:
 
 
 def test_a_request_waits_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    first = Life(store)
-    first.finish(1, 9)
-    first.passes(4)
+    store = stored()
     now = [100.0]
     monkeypatch.setattr(tier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     life = Life(store)
@@ -213,10 +219,7 @@ def test_a_request_waits_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_weights_end_it_and_nothing_read_under_them_is_kept() -> None:
-    store = MemoryStore()
-    first = Life(store)
-    first.finish(1, 9)
-    first.passes(4)
+    store = stored()
     life = Life(store)
     ask = life.ask(1, 12)
     life.passes(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from memory_store import MemoryStore
-from test_tier import Life
+from test_tier import Life, stored
 
 from sglang_dsv4.engine.plain.serving import PlainServing
 from sglang_dsv4.store import tier as tier_module
@@ -57,10 +57,7 @@ def test_what_the_store_lost_is_written_again_with_later_turns(lost: str, monkey
 
 
 def test_a_read_that_finds_a_hole_has_all_offered_anew() -> None:
-    store = MemoryStore()
-    first = Life(store)
-    first.finish(1, 9)
-    first.passes(4)
+    store = stored()
     other = Life(store)
     ask = other.ask(1, 12)
     other.passes(1)
@@ -70,10 +67,7 @@ def test_a_read_that_finds_a_hole_has_all_offered_anew() -> None:
 
 
 def test_equal_prompts_are_read_once_and_all_have_it() -> None:
-    store = MemoryStore()
-    first = Life(store)
-    first.finish(1, 9)
-    first.passes(4)
+    store = stored()
     life = Life(store)
     asks = [life.ask(1, pages) for pages in (12, 12, 11, 10)]
     life.passes(1)
@@ -84,10 +78,7 @@ def test_equal_prompts_are_read_once_and_all_have_it() -> None:
 
 
 def test_equal_prompts_of_a_read_that_fails_are_all_let_go() -> None:
-    store = MemoryStore()
-    first = Life(store)
-    first.finish(1, 9)
-    first.passes(4)
+    store = stored()
     life = Life(store)
     asks = [life.ask(1, 12) for _ in range(3)]
     life.passes(1)
@@ -112,10 +103,7 @@ def test_reads_at_once_take_no_more_than_half() -> None:
 
 
 def test_an_ask_that_is_refused_is_sent_when_the_client_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    first = Life(store)
-    first.finish(1, 9)
-    first.passes(4)
+    store = stored()
     life = Life(store)
     real, life.client.ask = life.client.ask, lambda question, tokens: None
     ask = life.ask(1, 12)
