@@ -137,7 +137,7 @@ def test_what_it_publishes_goes_to_the_host_and_comes_back_right(tokens: int) ->
     """Bytes are compared wherever a forward reads them; what was loaded in part must not come back as a window."""
     world, req = away(tokens)
     came_back(world, req)
-    req.sampling_params.max_new_tokens = 300
+    req.sampling_params.max_new_tokens = 600
     world.run()
     forget(world)
     turn = world.second_turn(req, [1, 2, 3], max_new=3)
