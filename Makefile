@@ -87,7 +87,7 @@ $(BIN)/.ready: $(PINS) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(addprefix -r ,$(PINS))
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	flock Makefile $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . # two at once would clash
 	touch $@
 
 $(BIN)/.ready-test: $(BIN)/.ready requirements/test.txt
