@@ -106,6 +106,7 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
         _plain_sentence(server.kind, stock),
         *_choices(on, server.kind, stock),
         _sessions(on, stock, settings),
+        _store(on, server.kind, stock, settings),
         _prep(on, settings, model),
         *_layout(settings),
         _hisparse(),
@@ -197,6 +198,23 @@ def _sessions(on: Any, stock: str, settings: Settings) -> str:
         return f"Sessions: yes, in at most {most:g} GiB of the host memory (DSV4_SESSIONS={most:g})."
     given = "auto" if asked else "plain, the default"
     return f"Sessions: yes, in all host memory that no retracted request holds (DSV4_SESSIONS={given})."
+
+
+def _store(on: Any, kind: str, stock: str, settings: Settings) -> str:
+    """Returns what goes between this server and a store, if it has one."""
+    from sglang_dsv4.engine.coverage import Part, refusal  # noqa: PLC0415
+
+    if not settings.store.backend:
+        return ""
+    reason = "this server is as stock" if stock else left_out("DSV4_PLAIN", settings.plain, version("sglang"))
+    part = Part.ANSWERS if kind == "decode" else Part.SESSIONS
+    off = kind != "decode" and not settings.sessions.kept
+    reason = reason or ("DSV4_SESSIONS=off" if off else refusal(on, part) or "")
+    if reason:
+        return f"Store: no: {reason}."
+    if kind == "decode":
+        return "Store: answers are written to it, for the prefill server's next turns."
+    return "Store: sessions are written to it, and read from it."
 
 
 def _prep(on: Any, settings: Settings, model: Model) -> str:

@@ -48,7 +48,7 @@ def store() -> Checks:
         todo = "set DSV4_STORE to a folder, or to a storage backend's name with DSV4_STORE_CONFIG"
         yield Check("store", FAIL, "DSV4_STORE is not set, so there is no store to check", todo)
         return
-    from sglang_dsv4.engine.plain.store_start import config_of  # noqa: PLC0415 - it imports the engine
+    from sglang_dsv4.engine.store_start import config_of  # noqa: PLC0415 - it imports the engine
 
     try:
         config = config_of(settings)  # a server's own, which makes the folder

@@ -26,6 +26,7 @@ class Part(StrEnum):
     DECODE = "copies of a decode server"
     PLAIN = "copies of a plain server"
     SESSIONS = "sessions"
+    ANSWERS = "answers of a decode server in the store"
     METADATA = "decode metadata"
     PAGE_MAJOR = "page-major pools"
 
@@ -134,7 +135,7 @@ class Reason(NamedTuple):
     sentence: str
 
 
-_P, _S, _M, _L = Part.PLAIN, Part.SESSIONS, Part.METADATA, Part.PAGE_MAJOR
+_P, _S, _A, _M, _L = Part.PLAIN, Part.SESSIONS, Part.ANSWERS, Part.METADATA, Part.PAGE_MAJOR
 REASONS = (
     Reason(Part.COPIES, lambda on: on.canary != "none",
            "--kv-canary keeps checksums by cache slot, which a copy does not have"),
@@ -171,6 +172,17 @@ REASONS = (
     Reason(_S, lambda on: on.envs.SGLANG_RADIX_FORCE_MISS.get(),
            "SGLANG_RADIX_FORCE_MISS, with which no request finds its prefix"),
     Reason(_S, _ranks_are_apart, NOT_SHARED),
+
+    Reason(_A, lambda on: on.hisparse, "HiSparse, whose c4 rows lie in a host pool of its own"),
+    Reason(_A, lambda on: on.transfers_by == "fake", "transfers by fake, which move nothing"),
+    Reason(_A, lambda on: not on.memory.disable_radix_cache, "--disaggregation-decode-enable-radix-cache"),
+    Reason(_A, lambda on: on.host_tier, "a cache of the engine on the host or in a storage"),
+    Reason(_A, lambda on: on.args.pp_size > 1, "pipeline parallelism: its stages would have to agree on each point"),
+    Reason(_A, lambda on: on.parallel.attn_cp_size > 1 or on.parallel.dcp_enabled, "context parallelism"),
+    Reason(_A, lambda on: not _drafts_are_covered(on.drafts),
+           "speculative decoding by {on.drafts.name}, covered: EAGLE and DSPARK"),
+    Reason(_A, lambda on: on.several_drafts, "several draft models, each with a pool of its own"),
+    Reason(_A, _ranks_are_apart, NOT_SHARED),
 
     Reason(_M, lambda on: on.mode == "prefill", "a prefill server decodes nothing"),
     Reason(_M, lambda on: on.envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(), "online c128 compression"),

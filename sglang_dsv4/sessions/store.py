@@ -222,10 +222,10 @@ class SessionStore:
         finally:
             self._done_with(last)
 
-    def drop_part(self, point: Point) -> None:
-        """Lets pages go that were kept of a prompt before its end, which never came."""
-        if point.tail is None and self.stands(point):
-            self._let_go(point, "unfinished")
+    def let_go(self, point: Point, reason: str) -> None:
+        """Lets ``point`` go, if it is still here: nothing more comes of it."""
+        if self.stands(point):
+            self._let_go(point, reason)
 
     def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
         """Keeps a point of this request that ends where it ends now. Returns whether it is still here."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.sessions.trie import Page, Trie
@@ -66,6 +67,20 @@ def object_name(key: bytes, part: int) -> str:
     return key.hex() + ("p" if part == PAGE else f"w{part - 1}")
 
 
+@dataclass(eq=False)
+class Behind:
+    """Names the tokens behind the first ``end`` tokens of a prompt: a namespace of a trie without their pages.
+
+    tokens: of the prompt. hashed: how many of them the ``key`` is of.
+    """
+
+    namespace: tuple[Hashable, ...]
+    tokens: Any
+    end: int
+    hashed: int = 0
+    key: bytes | None = None
+
+
 class Keys:
     """Remembers the keys of the pages of a trie that were written. The scheduler thread owns it."""
 
@@ -76,7 +91,17 @@ class Keys:
 
     def root(self, namespace: Any) -> bytes:
         """Returns the key before the first page of a namespace."""
+        if isinstance(namespace, Behind):
+            return self.hash_ahead(namespace, namespace.end)
         return root(self._empty, self._identity, namespace)
+
+    def hash_ahead(self, behind: Behind, tokens: int) -> bytes:
+        """Returns the key of ``behind`` as far as it is known, once up to so many more tokens were hashed."""
+        key = self.root(behind.namespace) if behind.key is None else behind.key
+        end = min(behind.end, behind.hashed + tokens)
+        behind.key = [key, *chain(self._empty, key, self._trie.keys(behind.tokens, end, behind.hashed))][-1]
+        behind.hashed = end
+        return behind.key
 
     def of(self, page: Page) -> bytes:
         """Returns the key of ``page``; hashes it, and those before it, where they are not known."""

@@ -116,16 +116,18 @@ class Tier:
     def __init__(
         self, sessions: SessionStore, memory: HostMemory, client: StoreClient | None, keys: Keys, patience: Patience,
         weights: Callable[[], Any], together: Callable[[bool], bool] = bool,
+        on_sent: Callable[[Point], None] = lambda point: None,
     ) -> None:  # fmt: skip
         """Starts with nothing written.
 
         weights: returns the version of the weights; with another one than now the tier is off. together: returns
-        whether its argument is true on every rank.
+        whether its argument is true on every rank. on_sent: called with a point when its last units were lent to a
+        write, or when it is not written.
         """
         self._sessions, self._memory, self._client, self._keys = sessions, memory, client, keys
         self._trie, self._page = sessions.trie, sessions.page_size
         self._patience, self._weights, self._first_weights = patience, weights, weights()
-        self._together = together
+        self._together, self._on_sent = together, on_sent
         self.counters = StoreCounters()
         self._final: deque[Point] = deque()
         self._todo: list[Page] | None = None  # pages of the first of them that are not sent
@@ -142,6 +144,11 @@ class Tier:
         self._to_tell: deque[Told] = deque()
         self._told_error, self._told_at = "" if client is None else client.last_error, 0.0
         sessions.on_gone = self._forget
+
+    @property
+    def keys(self) -> Keys:
+        """Returns the names of what is written."""
+        return self._keys
 
     @property
     def is_on(self) -> bool:
@@ -263,6 +270,7 @@ class Tier:
             self._final.append(point)
         else:
             self.counters.add("points", 1, "dropped")
+            self._on_sent(point)
 
     def _borrow_slices(self) -> None:
         """Borrows units of the points that wait, as far as writes may hold them; the same on every rank."""
@@ -282,7 +290,7 @@ class Tier:
                 self._next_point("sent")
 
     def _next_point(self, outcome: str) -> None:
-        self._final.popleft()
+        self._on_sent(self._final.popleft())
         self._todo = None
         self.counters.add("points", 1, outcome)
         self._refresh -= 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sglang_dsv4.engine.plain import store_start
+from sglang_dsv4.engine import store_start
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.testing import demo_sessions
 from sglang_dsv4.testing.content import VOCABULARY

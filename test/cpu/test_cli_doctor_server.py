@@ -16,7 +16,7 @@ from sglang_dsv4.cli.launch_command import LaunchError, read_command
 from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES
-from sglang_dsv4.settings import OFF, Sessions, Settings, read_settings
+from sglang_dsv4.settings import OFF, Sessions, Settings, Store, read_settings
 from sglang_dsv4.testing.standalone import boot
 
 FLASH, V41 = "flash", "v41-flash"
@@ -95,6 +95,30 @@ def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, set
     """By the functions that refuse in the server, on what the engine resolves; the machine has no GPU."""
     verdict = judged(example, text, **settings)
     assert not [part for part in parts if part not in verdict], verdict
+
+
+FILES = Store("file", "/nvme/dsv4")
+
+
+@pytest.mark.parametrize(("text", "settings", "part"), [
+    ("", {"store": FILES}, "Store: sessions are written to it, and read from it."),
+    ("", {"store": FILES, "sessions": OFF}, "Store: no: DSV4_SESSIONS=off."),
+    ("--enable-hierarchical-cache", {"store": FILES}, "Store: no: beside a hierarchical cache"),
+    (DECODE, {"store": FILES}, "Store: answers are written to it, for the prefill server's next turns."),
+    (f"{DECODE} {EAGLE} 3", {"store": FILES, "sessions": OFF}, "Store: answers are written"),
+    (DECODE, {"store": FILES, "plain": "off"}, "Store: no: DSV4_PLAIN=off."),
+    (f"{DECODE} --enable-hisparse", {"store": FILES}, "Store: no: HiSparse, whose c4 rows lie in a host pool"),
+    (f"{DECODE} --disaggregation-transfer-backend fake", {"store": FILES}, "Store: no: transfers by fake"),
+    (f"{DECODE} --disaggregation-decode-enable-radix-cache", {"store": FILES},
+     "Store: no: --disaggregation-decode-enable-radix-cache."),
+    (f"{DECODE} --disaggregation-decode-retraction-backup none", {"store": FILES}, STOCK),
+    (f"{DECODE} --pp-size 2", {"store": FILES}, "Store: no: pipeline parallelism"),
+    (f"{DECODE}", {"store": FILES, "share": "off"}, "Store: no: tensor-parallel ranks that do not share"),
+])  # fmt: skip
+def test_a_store_is_told_with_the_reason_against_it(judged, text, settings, part):
+    verdict = judged(FLASH, text, **settings)
+    assert part in verdict, verdict
+    assert "Store" not in judged(FLASH, text, **settings | {"store": Store()})
 
 
 ASKED = Sessions()

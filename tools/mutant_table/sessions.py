@@ -38,7 +38,7 @@ MUTANTS = (
          "request_state(req).too_long = not store.make_room_for(",
          "request_state(req).too_long = store.make_room_for("),
         ("part-beyond-its-rank", "return hints if hints.rank < PLAIN.rank else PLAIN", "return PLAIN"),
-        ("parts-of-an-aborted-prompt-stay", "        store.drop_part(request_state(req).partial)\n", "        pass\n")),
+        ("parts-of-an-aborted-prompt-stay", '        store.let_go(partial, "unfinished")\n', "        pass\n")),
     *seeded("engine/plain/sessions.py", "engine/plain/test_session_default.py",
         ("host-tokens-told-as-the-devices-too", "            req.cached_tokens_device -= host\n", ""),
         ("a-crowds-answers-all-kept", "if store.saves_of_pass >= MOST_SAVES and", "if False and"),

@@ -16,12 +16,13 @@ from typing_extensions import override
 
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.decode.points import points_of
 from sglang_dsv4.engine.decode.recompute import answer_without_copy, without
 from sglang_dsv4.engine.hisparse import rows as hisparse
 from sglang_dsv4.engine.memory import reserve_host_memory
 from sglang_dsv4.engine.retract import drafts
 from sglang_dsv4.engine.retract.save import copy_of, drop_copy, turned_out_wrong
-from sglang_dsv4.engine.state import server
+from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -88,10 +89,12 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def resume_retracted_reqs(self, rids_to_check: Any = None) -> Any:
-        """Resumes waiting requests.
+        """Resumes waiting requests; once a pass, also where none waits.
 
         rids_to_check: those on which the ranks of a pipeline agree; they agree on arrivals, too.
         """
+        if (points := points_of(self.token_to_kv_pool_allocator)) is not None:
+            points.end_pass()
         if not self.retracted_queue and not self.held_rebootstrap_reqs:
             return super().resume_retracted_reqs(rids_to_check)
         if self.scheduler.weight_updater.offload_tags:
@@ -144,9 +147,12 @@ class PreallocQueue(DecodePreallocQueue):
             if host is not None:
                 host.pages_in_use.wait()
             server.wait_on_this_stream()
-            return super()._pre_alloc(req, *args, **kwargs)
+            given = super()._pre_alloc(req, *args, **kwargs)
+            request_state(req).placed = int(req.kv.kv_committed_len)
+            return given
         with hisparse.adopting(self.token_to_kv_pool_allocator, copy):
             given = super()._pre_alloc(req, *args, **kwargs)
+        request_state(req).placed = int(req.kv.kv_committed_len)
         host.place_taken()
         drafts.restore_draft_state(req)
         server.wait_on_this_stream()

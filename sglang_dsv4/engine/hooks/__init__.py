@@ -20,6 +20,7 @@ PARTS = (  # of this package, which a server may leave out
     "prep",  # the metadata of decode steps
     "plain",  # plain serving
     "layout",  # page-major pools
+    "answers",  # those of a decode server, in the store
 )
 
 

@@ -101,8 +101,11 @@ def _install() -> Installation:
     except Exception as error:  # noqa: BLE001  # whatever it was, the pool refuses with it
         installation.failure = error
         return installation
-    if settings.sessions.asked and (reason := left_out("DSV4_PLAIN", settings.plain, version)):
-        logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+    if reason := left_out("DSV4_PLAIN", settings.plain, version):
+        if settings.sessions.asked:
+            logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+        if settings.store.backend:
+            logger.warning("store: nothing is written or read: %s", reason)
     if version not in TESTED:
         logger.warning("sglang %s is not tested with this package (tested: %s)", version, ", ".join(TESTED))
     logger.info("%d hooks installed into sglang %s", len(installation.hooks), version)

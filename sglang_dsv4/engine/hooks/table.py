@@ -178,6 +178,16 @@ HOOKS: tuple[Hook, ...] = (
          ours="engine.plain.sessions:maybe_send_cached_prefix_chunk", part="plain",
          why="a prefix that was loaded in this pass is not written yet, and the early send waits for forwards alone",
          gone_when="the engine's early send waits for the current stream, too"),
+    Hook(target="sglang.srt.mem_cache.common.free_swa_out_of_window_slots", kind="around",
+         ours="engine.decode.points:free_swa_out_of_window_slots", part="answers",
+         also=("sglang.srt.mem_cache.unified_cache.components.swa",),
+         why="half of a decode server's requests end without the window of their last page end",
+         gone_when="the engine's decode server gives the answer's cache to the prefill server"),
+    Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="around",
+         ours="engine.decode.points:release_kv_cache", part="answers",
+         also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
+         why="the answer of a request that ends is written, for the prefill server",
+         gone_when="the engine's decode server gives the answer's cache to the prefill server"),
     Hook(target=f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.clear", kind="after",
          ours="engine.page_major:after_clear", part="layout",
          why="page-major pools want page ids that are multiples of their layers",
@@ -222,7 +232,8 @@ def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
     prep = ("prep",) if is_wanted(settings.prep, version) else ()
     plain = ("plain",) if is_wanted(settings.plain, version) else ()
     layout = ("layout",) if settings.layout == "page-major" else ()
-    return hooks_of(version, *prep, *plain, *layout)
+    answers = ("answers",) if settings.store.backend else ()
+    return hooks_of(version, *prep, *plain, *layout, *answers)
 
 
 def is_wanted(way: str, version: str) -> bool:

@@ -73,8 +73,9 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
 
 def end_prompt(store: SessionStore, req: Any) -> None:
     """Lets the pages go that were kept of the prompt of ``req``, unless its end was kept, too."""
-    if request_state(req).partial is not None:
-        store.drop_part(request_state(req).partial)
+    partial = request_state(req).partial
+    if partial is not None and partial.tail is None:
+        store.let_go(partial, "unfinished")
     request_state(req).chunks, request_state(req).partial, request_state(req).too_long = [], None, False
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dsv4.engine.coverage import COMES_COMPUTED, NO_PREFIX_CACHE, NOT_SHARED, Launch, Part, launch, reasons
+from sglang_dsv4.engine.decode import points
 from sglang_dsv4.engine.memory import ranks_of, reserve_host_memory
 from sglang_dsv4.engine.plain import publish
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
@@ -38,11 +39,14 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     pool = allocator.get_kvcache()
     if not isinstance(pool, TokenToKVPool):
         return
-    if (before := getattr(pool, NAME, None)) is not None:  # of another role
-        before.end()
-        delattr(pool, NAME)
+    for name in (NAME, points.NAME):
+        if (before := getattr(pool, name, None)) is not None:  # of another role
+            before.end()
+            delattr(pool, name)
     if mode == DisaggregationMode.DECODE:
-        _leave_sessions(COMES_COMPUTED)
+        _leave_sessions(COMES_COMPUTED, and_store=False)
+        if read_settings().store.backend:
+            points.start_points(pool, scheduler)
         return
     prefills = mode == DisaggregationMode.PREFILL
     if prefills and not read_settings().sessions.asked:
@@ -100,16 +104,17 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         "" if wanted.asked else "; retracted requests go first, and DSV4_SESSIONS=off ends it",
     )
     if read_settings().store.backend:
-        from sglang_dsv4.engine.plain.store_start import start_store  # noqa: PLC0415
+        from sglang_dsv4.engine.store_start import join_store  # noqa: PLC0415
 
-        start_store(plain, scheduler)
+        plain.tier = join_store(plain.pool, scheduler, plain.sessions)
 
 
-def _leave_sessions(reason: str) -> None:
-    """Says why no session is kept, where the user asked for them."""
+def _leave_sessions(reason: str, and_store: bool = True) -> None:
+    """Says why no session is kept, where the user asked for them; and_store: nor is anything in the store."""
     if read_settings().sessions.asked:
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
-    _leave_store(reason)
+    if and_store:
+        _leave_store(reason)
 
 
 def _leave_store(reason: str) -> None:

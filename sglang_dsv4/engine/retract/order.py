@@ -3,7 +3,8 @@
     0. with online compression a retract begins with the result of the step in flight; a preemption has none, and a
        request whose step is in flight gets no copy (``save.reasons_of_request``)
     1. its HiSparse rows are detached: the engine's coordinator would free them before a copy could keep them
-    2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``save.backup_kv_cache``)
+    2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``save.backup_kv_cache``), and
+       with a store the last page end is kept, whose window no copy has
     3. the engine frees the request's pages and its slot, for good where it asks for no copy: the forward in flight may
        still write them (``pages_in_use``)
     4. with a copy, the inputs of its next drafts go to the host
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dsv4.engine.decode import points
 from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.engine.plain import serving
@@ -62,6 +64,7 @@ def release_req(
     """Runs AROUND ScheduleBatch.release_req."""
     with rows.detached(batch, idx):
         serving.save_retracted(batch, idx)
+        points.keep_retracted(batch, idx)
         result = original(batch, idx, remaing_req_count, offload_kv)
     host = host_of(batch.token_to_kv_pool_allocator)
     drafts.keep_inputs(batch, idx, host is not None and host.context.steps_in_flight(batch.reqs[idx]) > 0)

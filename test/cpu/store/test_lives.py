@@ -10,7 +10,7 @@ import random
 import pytest
 from memory_store import MemoryClient, MemoryStore
 
-from sglang_dsv4.engine.plain import store_start
+from sglang_dsv4.engine import store_start
 from sglang_dsv4.engine.plain.store import ask, kept_back
 from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.store.tier import Patience
@@ -25,8 +25,8 @@ def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, **cli
     monkeypatch.setenv("DSV4_STORE_MODEL", model)
     monkeypatch.setattr(store_start, "config_of", lambda settings: {})
 
-    def made(settings, config, sessions, plain):
-        return MemoryClient(objects, plain.host.memory, seed, **client)
+    def made(settings, config, sessions, memory):
+        return MemoryClient(objects, memory, seed, **client)
 
     monkeypatch.setattr(store_start, "_client", made)
     world = demo_sessions.server("0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts)
@@ -174,12 +174,9 @@ def test_weights_that_were_updated_before_a_switch_of_roles_have_no_store(monkey
     world, _, tier = start(monkeypatch, MemoryStore())
     _, plain = demo_sessions.parts_of(world)
     plain.tier = None
-    store_start.start_store(plain, world.scheduler)
-    assert plain.tier not in (None, tier)
-    plain.tier = None
+    assert store_start.join_store(plain.pool, world.scheduler, plain.sessions) not in (None, tier)
     monkeypatch.setattr(server, "weight_version", 3)
-    store_start.start_store(plain, world.scheduler)
-    assert plain.tier is None
+    assert store_start.join_store(plain.pool, world.scheduler, plain.sessions) is None
 
 
 def test_a_late_store_costs_the_wait_alone(monkeypatch):

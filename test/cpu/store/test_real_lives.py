@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from sglang_dsv4.engine.plain import store_start
+from sglang_dsv4.engine import store_start
 from sglang_dsv4.store.client import Limits, State, StoreClient
 from sglang_dsv4.testing import demo_sessions
 

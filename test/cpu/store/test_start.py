@@ -10,7 +10,7 @@ import pytest
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
-from sglang_dsv4.engine.plain import store_start
+from sglang_dsv4.engine import store_start
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import Settings, Store, read_settings
 from sglang_dsv4.store import identity

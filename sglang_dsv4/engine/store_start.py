@@ -1,4 +1,4 @@
-"""Joins the sessions of a plain server to the store of DSV4_STORE, at its start.
+"""Joins the points of a server to the store of DSV4_STORE, at its start.
 
 Imported only where there is one: a server without a store has nothing of it.
 """
@@ -10,15 +10,18 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.engine.memory import ranks_of
-from sglang_dsv4.engine.plain.serving import PlainServing
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import SettingError
+from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.sessions.trie import Point
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.store import identity
 from sglang_dsv4.store.backend import FOLDER, why_not
@@ -34,24 +37,30 @@ COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
 logger = logging.getLogger(__name__)
 
 
-def start_store(plain: PlainServing, scheduler: Any) -> None:
-    """Joins the sessions to the store of DSV4_STORE. Raises SettingError for settings that cannot be used."""
-    settings, sessions, memory = read_settings(), plain.sessions, plain.host.memory
-    weights = plain.host.context.weight_version
+def join_store(
+    pool: TokenToKVPool, scheduler: Any, sessions: SessionStore, on_sent: Callable[[Point], None] = lambda point: None
+) -> Tier | None:
+    """Joins ``sessions``, of the copies of ``pool``, to the store; None where the weights are not those of the files.
+
+    on_sent: see ``Tier``. Raises SettingError for settings that cannot be used.
+    """
+    settings, host = read_settings(), pool.host
+    assert host is not None
+    weights = host.context.weight_version
     if weights() != 0:  # before a switch of roles; the identity is of the files
         logger.warning("store: nothing is written or read: %s", "the weights were updated since the start")
-        return
-    assert sessions is not None
+        return None
     config = config_of(settings)
-    keys = Keys(sessions.trie, _identity(settings, plain, scheduler), settings.store_secret or None)
+    keys = Keys(sessions.trie, _identity(settings, pool, scheduler), settings.store_secret or None)
     client = None
-    if memory.rank == 0:
-        client = _client(settings, config, sessions, plain)
+    if host.memory.rank == 0:
+        client = _client(settings, config, sessions, host.memory)
         _wait_until_up(client)
-    together = plain.host.true_on_every_rank
-    plain.tier = Tier(sessions, memory, client, keys, _patience(config), weights, together)
-    if plain.host.counters.series:
-        plain.tier.counters.export(ranks_of(scheduler.metrics_collector))
+    together = host.true_on_every_rank
+    tier = Tier(sessions, host.memory, client, keys, _patience(config), weights, together, on_sent)
+    if host.counters.series:
+        tier.counters.export(ranks_of(scheduler.metrics_collector))
+    return tier
 
 
 def _patience(config: dict[str, Any]) -> Patience:
@@ -95,11 +104,12 @@ def least_free(folder: str) -> int:
     return min(LEAST_FREE, shutil.disk_usage(folder).total // 10)
 
 
-def _identity(settings: Settings, plain: PlainServing, scheduler: Any) -> bytes:
-    args, buffers, memory = scheduler.server_args, plain.host.buffers, plain.host.memory
+def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
+    assert pool.host is not None
+    args, buffers, memory = scheduler.server_args, pool.host.buffers, pool.host.memory
     parts: dict[str, Any] = {
         "layout": identity.layout(memory.families, buffers.geometry.page_size, memory.units.nbytes),
-        "kv": str(plain.pool.dtype),
+        "kv": str(pool.dtype),
         "engine": engine_version().rsplit(".", 1)[0],
         "model": _model(settings, args.model_path, args.revision),
         "override": args.json_model_override_args,
@@ -121,8 +131,7 @@ def _model(settings: Settings, model: str, revision: str | None) -> str:
     return identity.model_digest(identity.folder_of(model, revision))
 
 
-def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, plain: PlainServing) -> StoreClient:
-    memory = plain.host.memory
+def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, memory: HostMemory) -> StoreClient:
     arena = Arena(
         memory.arena.file, memory.arena.start + memory.arena.nbytes, memory.arena.start, memory.pool.total,
         memory.units.nbytes,

@@ -1,0 +1,223 @@
+"""Writes the answers of a decode server to the store, where the prefill server finds them with the next turn.
+
+A point is kept at each page end that a running request passes; the last one is written when it finishes:
+
+    |<- pages that the prefill server writes ->|<- pages of the answer: kept and written here ->|<- the rest ->|
+    0                                        first                                     the last page end       n
+
+The window before a page end is gone once the request is 128 tokens further, for half of all lengths before it ends. So
+the point is kept when that window is about to be freed, in place of the one before it, and goes when it was lent to its
+write. Pages before ``first`` are not copied here: their keys follow from the prompt's tokens.
+
+Nothing is looked up or loaded: prompts come computed. Where the request was placed last, by its transfer or behind a
+retract, the row has the window of the step at ``placed`` tokens alone, so no earlier page end is kept from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.engine.coverage import Part, launch, refusal
+from sglang_dsv4.engine.plain.serving import may_share, namespace
+from sglang_dsv4.engine.releases import engine_release
+from sglang_dsv4.engine.state import request_state
+from sglang_dsv4.pools.copy_service import CopyService, whole_every
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
+from sglang_dsv4.sessions.trie import Point
+from sglang_dsv4.settings import read_settings
+
+if TYPE_CHECKING:
+    from sglang_dsv4.store.keys import Behind
+    from sglang_dsv4.store.tier import Tier
+
+Original = Callable[..., Any]
+NAME = "dsv4_points"  # attribute of the pool
+MOST_SAVES = 48  # of one pass, beyond which the page end of a request that ends is not kept: 15 ms of the scheduler
+HASHED = 64 * 256  # prompt tokens that are hashed in a pass: 0.3 ms
+
+logger = logging.getLogger(__name__)
+
+
+class DecodePoints:
+    """Keeps the points of one decode server's running requests. The scheduler thread owns it."""
+
+    def __init__(self, pool: TokenToKVPool, host: CopyService, sessions: SessionStore) -> None:
+        """Starts with none. tier: to be set; it writes them."""
+        self.pool, self.host, self.sessions = pool, host, sessions
+        self.tier: Tier | None = None
+        self._to_hash: deque[Behind] = deque()
+
+    def keep(self, req: Any, table: Any, end: int) -> None:
+        """Keeps the point of ``req`` at the page end ``end``, if its window is there; an earlier one of it goes.
+
+        table: the server's req_to_token_pool.
+        """
+        state = request_state(req)
+        if self.tier is None or not self.tier.is_on or state.placed is None or not _may_write(req):
+            return
+        first = self._first(req)
+        if end < max(state.placed, FEWEST_TOKENS) or end <= first:
+            return
+        before = state.kept if state.kept is not None and self.sessions.stands(state.kept) else None
+        if before is not None and before.tokens >= end - first:
+            return
+        if engine_release().cursor(req) > window_start(self.host.buffers.geometry, end):
+            return
+        slots = table.req_to_token[int(req.kv.req_pool_idx), first:end]
+        state.kept = self.sessions.keep(self._behind(req, first), _tokens_from(req, first, end), slots, behind=before)
+        self.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
+        if before is not None and state.kept is not before:
+            self.let_go(before)
+
+    def finish(self, req: Any, table: Any) -> None:
+        """Has the last point of ``req``, which ends, written, unless it was aborted."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415
+
+        if req.finished() and not isinstance(req.finished_reason, FINISH_ABORT):
+            computed = min(req.seqlen - 1, int(req.owned_kv_len()))
+            if self.sessions.saves_of_pass < MOST_SAVES:
+                self.keep(req, table, self.sessions.last_end(computed))
+            kept = request_state(req).kept
+            if self.tier is not None and kept is not None and self._first(req) + kept.tokens <= computed:
+                self.tier.write(kept)
+                return
+        self.leave(req)
+
+    def leave(self, req: Any) -> None:
+        """Lets the point of ``req`` go: nothing of it is written."""
+        state = request_state(req)
+        if state.kept is not None:
+            self.let_go(state.kept)
+        state.kept = state.behind = None
+
+    def let_go(self, point: Point) -> None:
+        """Lets ``point`` go: a later one of its request is kept, or all its units were lent to its write."""
+        self.sessions.let_go(point, "superseded")
+
+    def end_pass(self) -> None:
+        """Checks the saves of the last pass, and lets the tier write; once a pass, on every rank."""
+        self.sessions.end_pass()
+        if self.tier is None:
+            return
+        self.tier.end_pass()
+        if self._to_hash:
+            behind = self._to_hash[0]
+            self.tier.keys.hash_ahead(behind, HASHED)
+            if behind.hashed >= behind.end:
+                self._to_hash.popleft()
+
+    def end(self) -> None:
+        """Lets everything go: the server takes another role."""
+        self.sessions.clear("role")
+        if self.tier is not None:
+            self.tier.close()
+        self.host.memory.cache = None
+
+    def _first(self, req: Any) -> int:
+        """Returns the last page end that the prefill server writes of the prompt of ``req``; short ones it does not."""
+        first = self.sessions.last_end(len(req.origin_input_ids) - 1)
+        return first if first >= FEWEST_TOKENS else 0
+
+    def _behind(self, req: Any, first: int) -> Behind:
+        from sglang_dsv4.store.keys import Behind  # noqa: PLC0415 - a server without a store has nothing of it
+
+        state = request_state(req)
+        if state.behind is None:
+            state.behind = Behind(namespace(req), req.origin_input_ids, first)
+            if self.host.memory.rank == 0:  # the others name no objects
+                self._to_hash.append(state.behind)
+        found: Behind = state.behind
+        return found
+
+
+def points_of(allocator: Any) -> DecodePoints | None:
+    """Returns the points of the allocator's server; None unless it is a decode server with a store."""
+    found: DecodePoints | None = getattr(allocator.get_kvcache(), NAME, None)
+    return found
+
+
+def _may_write(req: Any) -> bool:
+    """Returns whether the prefill server may have the cache of ``req``; a warm-up's was never computed."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # noqa: PLC0415
+
+    # The ids of an image's place say nothing of the image here.
+    return req.bootstrap_host != FAKE_BOOTSTRAP_HOST and req.multimodal_inputs is None and may_share(req)
+
+
+def _tokens_from(req: Any, first: int, end: int) -> Callable[[int], Any]:
+    prompt = len(req.origin_input_ids)
+
+    def tokens_from(behind: int) -> Any:
+        start, stop = first + behind, end + 1
+        return req.origin_input_ids[start:stop] + req.output_ids[max(0, start - prompt) : max(0, stop - prompt)]
+
+    return tokens_from
+
+
+# ---------------------------------------------------------------------------------------------------------- hooks
+
+
+def start_points(pool: TokenToKVPool, scheduler: Any) -> None:
+    """Starts to write answers, at the start of a decode server with a store."""
+    from sglang_dsv4.engine.store_start import join_store  # noqa: PLC0415
+
+    host, algorithm = pool.host, scheduler.spec_algorithm
+    reason = refusal(launch(drafts=algorithm), Part.COPIES, Part.DECODE, Part.ANSWERS)
+    if reason is None and host is None:
+        reason = "there is no host memory for copies"
+    if reason is None and host is not None and whole_every(host.buffers) != host.buffers.geometry.page_size:
+        reason = "a cache with states in a request's slot at page ends"
+    if reason is not None or host is None:
+        logger.warning("store: nothing is written or read: %s", reason)
+        return
+    most = read_settings().sessions.most_gib
+    sessions = SessionStore(
+        host, lambda: pool.full_to_swa_index_mapping, bool(algorithm.is_eagle()),
+        None if most is None else int(most * 2**30), scheduler.server_args.log_requests,
+    )  # fmt: skip
+    points = DecodePoints(pool, host, sessions)
+    points.tier = join_store(pool, scheduler, sessions, points.let_go)
+    if points.tier is None:
+        points.end()
+        return
+    setattr(pool, NAME, points)
+    logger.info("store: answers are written, for the next turn on the prefill server")
+
+
+def free_swa_out_of_window_slots(
+    original: Original, req: Any, pre_len: int, *, req_to_token_pool: Any, token_to_kv_pool_allocator: Any,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Runs AROUND mem_cache.common.free_swa_out_of_window_slots: the window that goes is kept first."""
+    allocator = token_to_kv_pool_allocator
+    points = points_of(allocator)
+    if points is not None and arguments.get("free_segment") is None:  # else another kind of window goes
+
+        def keep_and_free(slots: Any, start_pos: int) -> None:
+            points.keep(req, req_to_token_pool, start_pos + len(slots))
+            allocator.free_swa_segment(slots, start_pos=start_pos)
+
+        arguments["free_segment"] = keep_and_free
+    original(
+        req, pre_len, req_to_token_pool=req_to_token_pool, token_to_kv_pool_allocator=allocator, **arguments
+    )  # fmt: skip
+
+
+def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoint: bool) -> Any:
+    """Runs AROUND mem_cache.common.release_kv_cache: the point of a request that ends is written."""
+    points = points_of(tree_cache.token_to_kv_pool_allocator)
+    if points is not None and req.finished() and req.kv.holds_kv:
+        points.finish(req, tree_cache.req_to_token_pool)
+    return original(req, tree_cache, checkpoint=checkpoint)
+
+
+def keep_retracted(batch: Any, idx: int) -> None:
+    """Keeps the last page end of a request that is about to be retracted: it comes back without that window."""
+    points, req = points_of(batch.token_to_kv_pool_allocator), batch.reqs[idx]
+    if points is not None and not req.finished() and req.to_finish is None:
+        points.keep(req, batch.req_to_token_pool, points.sessions.last_end(req.seqlen - 1))

@@ -1,0 +1,276 @@
+"""What a decode server wrote of its answers, the prefill server goes on from, every byte judged.
+
+The engine's own loops of both servers over one store; the stand-in for a forward judges each byte that it reads.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decode_world import DecodeWorld
+from memory_store import MemoryClient, MemoryStore
+from plain_world import naive_pages
+from processes import on_ranks
+from sglang.srt.distributed import parallel_state
+
+from sglang_dsv4.engine import store_start
+from sglang_dsv4.engine.decode.points import points_of
+from sglang_dsv4.engine.state import server
+from sglang_dsv4.sessions.trie import Trie
+from sglang_dsv4.store.keys import Behind, Keys
+from sglang_dsv4.testing import demo_sessions
+
+PAGE, VOCABULARY = 256, 50_000
+SPEC = {"pages": 72, "swa_pages": 24, "ratios": (0, 4, 128)}
+EDGES = (0, 1, 2, 3, 4, 63, 100, 125, 126, 127, 128, 129, 130, 192, 253, 254, 255)
+
+
+@pytest.fixture(autouse=True)
+def _pages():
+    with naive_pages():
+        yield
+
+
+@pytest.fixture
+def objects(monkeypatch):
+    """A store that the servers started in a test share."""
+    found = MemoryStore()
+    for name, text in {"DSV4_STORE": "/nowhere", "DSV4_STORE_MODEL": "m", "DSV4_HOST_GB": "0.05"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(store_start, "config_of", lambda settings: {})
+
+    def made(settings, config, sessions, memory):
+        return MemoryClient(found, memory)
+
+    monkeypatch.setattr(store_start, "_client", made)
+    return found
+
+
+class Pair:
+    """A prefill server, played by a plain one, and a decode server."""
+
+    def __init__(self, **spec):
+        self.spec, self.rng = SPEC | spec, random.Random(5)
+        self.prefill = demo_sessions.server("0.05", **self.spec)
+        self.decode = DecodeWorld(**self.spec)
+        self.points = points_of(self.decode.allocator)
+
+    def tokens(self, count):
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def arrived(self, prompt, answer, **arguments):
+        """Lets a prompt be prefilled, and its transfer arrive; the answer has so many tokens."""
+        self.prefill.submit(prompt, max_new=1, **arguments)
+        self.prefill.run()
+        self.settle()
+        return self.decode.submit(prompt, max_new=answer, **arguments)
+
+    def settle(self):
+        """Runs passes until all that is written is in the store."""
+        tier = demo_sessions.parts_of(self.prefill)[1].tier
+        for _ in range(8):
+            tier.end_pass()
+            self.points.end_pass()
+        self.points.host.memory.check_integrity()
+        self.points.sessions.check_integrity()
+        assert not tier.units() and not self.points.tier.units()
+
+    def next_turns(self, reqs, **arguments):
+        """Sends the next turns to a prefill server that has nothing but the store; returns their cached tokens."""
+        self.prefill = demo_sessions.server("0.05", **self.spec)
+        found = []
+        for req in reqs:
+            words = [*req.origin_input_ids, *req.output_ids, *self.tokens(9)]
+            found.append(self.prefill.submit(words, max_new=2, **arguments))
+            self.prefill.run()
+        return [req.cached_tokens for req in found]
+
+    def whole(self, req):
+        """The tokens up to the last page end that the decode server computed."""
+        return (req.seqlen - 1 - bool(self.decode.spec.drafts)) // PAGE * PAGE
+
+    def nothing_left(self):
+        assert self.points.sessions.points == 0
+        assert self.points.host.memory.pool.held == 0 == self.points.host.memory.leaks
+
+
+def test_the_next_turn_goes_on_from_the_answer(objects):
+    """At each place in a page where a request may end: for half of them the window of its last page end is gone."""
+    pair, reqs = Pair(overlap=True), []
+    for over in EDGES:
+        prompt = 1500 if over % 2 else 1279
+        reqs.append(pair.arrived(pair.tokens(prompt), 1536 + over - prompt + 1))
+        if len(reqs) % 6 == 0:
+            pair.decode.run()
+    pair.decode.run()
+    pair.settle()
+    assert [req.seqlen - 1 for req in reqs] == [1536 + over for over in EDGES]
+    assert pair.next_turns(reqs) == [1536] * len(EDGES)
+    pair.nothing_left()
+
+
+@pytest.mark.parametrize("drafts", [2, 3, 5, 8])
+def test_with_drafts_a_key_has_the_next_token_too(objects, drafts):
+    pair = Pair(drafts=drafts)
+    reqs = [pair.arrived(pair.tokens(1279 + more), 250 + 60 * more) for more in range(4)]
+    pair.decode.run()
+    pair.settle()
+    assert pair.next_turns(reqs) == [pair.whole(req) for req in reqs]
+    pair.nothing_left()
+
+
+@pytest.mark.parametrize("away", [1280, 1281, 1407, 1409, 1535])
+def test_a_retract_amid_an_answer_costs_no_page(objects, away):
+    """It comes back without the window of its last page end, and may end before the next one."""
+    pair = Pair(overlap=True)
+    reqs = [pair.arrived(pair.tokens(1100), answer) for answer in (away - 1100 + 12, 700)]
+    while pair.decode.running[0].seqlen - 1 < away:
+        pair.decode.step()
+    for req in reqs:
+        pair.decode.retract(req)
+    pair.decode.run()
+    pair.settle()
+    assert pair.points.host.counters.loads == 2
+    assert pair.next_turns(reqs) == [pair.whole(req) for req in reqs]
+    pair.nothing_left()
+
+
+def test_only_the_pages_of_the_answer_are_copied_and_put(objects):
+    pair = Pair()
+    pair.arrived(pair.tokens(2000), 300)
+    before = dict(objects.objects)
+    pair.decode.run()
+    pair.settle()
+    in_tail = pair.points.sessions.in_tail
+    assert len(objects.objects) - len(before) == pair.points.tier.counters.units["put", "ok"] == 1 + in_tail
+    assert all(objects.objects[name] is found for name, found in before.items())
+
+
+def test_a_prompt_too_short_for_the_prefill_server_is_written_with_its_answer(objects):
+    pair = Pair()
+    req = pair.arrived(pair.tokens(700), 800)
+    assert not objects.objects
+    pair.decode.run()
+    pair.settle()
+    assert pair.next_turns([req]) == [1280]
+
+
+def test_what_is_aborted_a_warm_up_or_of_another_tenant_is_not_found(objects):
+    pair = Pair()
+    aborted, warm_up = (pair.arrived(pair.tokens(1300), 600) for _ in range(2))
+    warm_up.bootstrap_host = "2.2.2.2"
+    for _ in range(500):
+        pair.decode.step()
+    pair.decode.abort(aborted)
+    before = len(objects.objects)
+    pair.decode.run()
+    pair.settle()
+    assert aborted.finished() and len(objects.objects) == before
+    pair.nothing_left()
+    req = pair.arrived(pair.tokens(1300), 300, cache_salt="a")
+    pair.decode.run()
+    pair.settle()
+    assert pair.next_turns([req], cache_salt="b") == [0]
+    assert pair.next_turns([req], cache_salt="a") == [1536]
+
+
+def test_retracts_find_the_room_that_points_hold(objects):
+    """Points go where a copy needs their units; their requests lose a point at most, and no byte."""
+    pair = Pair()
+    memory = pair.points.host.memory
+    reqs = [pair.arrived(pair.tokens(1100), 500) for _ in range(6)]
+    for _ in range(400):
+        pair.decode.step()
+    assert pair.points.sessions.points == 6
+    taken, geometry = [], pair.points.host.buffers.geometry
+    while memory.pool.available > 90:
+        taken.append(memory.allocate(PAGE, geometry))
+    for req in reqs:
+        pair.decode.retract(req)
+    assert pair.points.host.counters.saves == 6 and pair.points.sessions.points < 6
+    for copy in taken:
+        copy.release()
+    pair.decode.run()
+    pair.settle()
+    assert pair.points.host.counters.loads == 6
+    assert all(found in (0, pair.whole(req)) for found, req in zip(pair.next_turns(reqs), reqs, strict=True))
+    pair.nothing_left()
+
+
+def test_a_point_that_went_is_not_made_again_without_its_window(objects):
+    pair = Pair()
+    req = pair.arrived(pair.tokens(1100), 350)
+    while req.seqlen < 1430:
+        pair.decode.step()
+    assert pair.points.sessions.points == 1
+    pair.points.sessions.make_room(pair.points.host.memory.pool.total)
+    assert pair.points.sessions.points == 0
+    pair.decode.run()
+    pair.settle()
+    assert pair.next_turns([req]) == [1024], "the prefill server's own"
+    pair.nothing_left()
+
+
+def test_other_weights_end_it(objects, monkeypatch):
+    pair = Pair()
+    pair.arrived(pair.tokens(1100), 500)
+    for _ in range(250):
+        pair.decode.step()
+    before = len(objects.objects)
+    monkeypatch.setattr(server, "weight_version", 1)
+    pair.decode.run()
+    pair.settle()
+    assert len(objects.objects) == before
+    pair.nothing_left()
+
+
+@pytest.mark.parametrize("bigram", [False, True])
+def test_a_prompt_is_hashed_in_parts(bigram):
+    """A pass hashes no more than it may; the keys behind are those of the whole chain."""
+    rng = random.Random(2)
+    tokens = array("q", [rng.randrange(VOCABULARY) for _ in range(9 * 4 + 1)])
+    whole, behind = Trie(4, bigram), Trie(4, bigram)
+    whole.add(("x", None), None, list(whole.keys(tokens, 36)), list(range(9)))
+    one = Behind(("x", None), tokens, 28)
+    behind.add(one, None, list(behind.keys(tokens, 36, 28)), [0, 1])
+    keys = Keys(behind, b"model", None)
+    while one.hashed < one.end:
+        keys.hash_ahead(one, 12)
+    assert keys.of(1) == Keys(whole, b"model", None).of(8)
+    assert Keys(behind, b"model", None).of(1) == keys.of(1), "nothing was hashed ahead"
+
+
+def _written(objects):
+    """Plays a decode server's life; returns what it wrote."""
+    world = DecodeWorld(**SPEC)
+    points, rng = points_of(world.allocator), random.Random(3)
+    reqs = [world.submit([rng.randrange(VOCABULARY) for _ in range(1200)], max_new=answer) for answer in (90, 300, 500)]
+    while reqs[1].seqlen < 1300:
+        world.step()
+    world.retract(reqs[1])
+    world.run()
+    for _ in range(8):
+        points.end_pass()
+    assert not points.tier.units() and points.host.memory.pool.held == 0
+    return {name: bytes(found.numpy()) for name, found in objects.objects.items()}, points.host.memory.ranks
+
+
+def test_two_ranks_write_what_one_does(objects, monkeypatch, tmp_path):
+    """Each saves its share of a point; the first one alone has a client, and the other lets go of the same units."""
+
+    def work(rank):
+        group = SimpleNamespace(
+            world_size=2, rank_in_group=rank, ranks=[0, 1], cpu_group=torch.distributed.group.WORLD
+        )  # fmt: skip
+        for name in ("get_world_group", "get_attn_tp_group"):
+            monkeypatch.setattr(parallel_state, name, lambda: group)
+        return _written(objects)
+
+    (both, ranks), (nothing, _) = on_ranks(tmp_path, work)
+    alone, _ = _written(objects)
+    assert ranks == 2 and not nothing
+    assert both == alone and len(alone) == 1 + 1 + 2 + 3 * 6
