@@ -96,6 +96,7 @@ class Pair:
     def nothing_left(self):
         assert self.points.sessions.points == 0
         assert self.points.host.memory.pool.held == 0 == self.points.host.memory.leaks
+        assert not self.points.host.counters.fallbacks
 
 
 def test_the_next_turn_goes_on_from_the_answer(objects):
@@ -201,13 +202,17 @@ def test_retracts_find_the_room_that_points_hold(objects):
     pair.nothing_left()
 
 
-def test_a_point_that_went_is_not_made_again_without_its_window(objects):
+@pytest.mark.parametrize(("answer", "at", "retracted"), [(350, 1430, False), (200, 1290, True)])
+def test_a_point_that_went_is_not_made_anew(objects, answer, at, retracted):
+    """The window went with its page, or did not come back with its request."""
     pair = Pair()
-    req = pair.arrived(pair.tokens(1100), 350)
-    while req.seqlen < 1430:
+    req = pair.arrived(pair.tokens(1100), answer)
+    while req.seqlen <= at:
         pair.decode.step()
+    if retracted:
+        pair.decode.retract(req)
     assert pair.points.sessions.points == 1
-    pair.points.sessions.make_room(pair.points.host.memory.pool.total)
+    pair.points.sessions.clear("flush")
     assert pair.points.sessions.points == 0
     pair.decode.run()
     pair.settle()
