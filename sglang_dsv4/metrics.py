@@ -40,7 +40,11 @@ FALLBACKS = {
 }
 EVICTIONS = ("retract", "room", "superseded", "fault", "flush", "weights", "role")
 HINTS = (
-    *((f"kv.{kind}", outcome) for kind in ("retain", "pin", "demote", "prefetch") for outcome in ("taken", "bad")),
+    *(
+        (f"kv.{kind}", outcome)
+        for kind in ("retain", "pin", "demote", "prefetch", "share")
+        for outcome in ("taken", "bad")
+    ),
     *(("kv.retain", "full"), ("kv.pin", "full"), ("kv.share", "refused"), ("other", "unknown"), ("other", "refused")),
 )
 UNPREPARED = (

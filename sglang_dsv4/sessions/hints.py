@@ -10,7 +10,8 @@ A hint has a type and a payload. It is an action of the engine's ``kv_hints``, o
     kv.pin       {ttl_seconds}                evict it last
     kv.demote    {}                           evict it first
     kv.prefetch  {}                           load it when the request arrives
-    kv.share                                  refused: sessions stay on their server
+    kv.share     {}                           write its prompt to the store when it is prefilled, and not only when the
+                                              request ends; refused without a store
 
 Both have an end, so that none is forgotten, and together they hold at most half of the memory: one client's hints leave
 the other half to all. Of several that set the rank the last one holds, and kv_hints come after custom_params. A hint
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 PREFIX = "kv."  # of the keys of custom_params that are hints; all others belong to logit processors
+SHARE = "kv.share"
 OTHER = "other"  # counted for any unknown type: clients must not be able to add series
 MOST_HINTS = 64  # of a request: the scheduler reads them, and 200,000 would stop it for a second
 LONGEST_TTL = 1e9  # seconds, 31 years
@@ -51,13 +53,15 @@ class Rank(enum.IntEnum):
 class Hints:
     """Holds the usable hints of one request. outcomes: type and outcome of each hint, for the counter.
 
-    priority: orders retained sessions, the lowest goes first. ttl_seconds: of the rank; None: it has no end.
+    priority: orders retained sessions, the lowest goes first. ttl_seconds: of the rank; None: it has no end. prefetch,
+    share: whether it is loaded at arrival, and written when its prompt is prefilled.
     """
 
     rank: Rank = Rank.PLAIN
     priority: int = 0
     ttl_seconds: float | None = None
     prefetch: bool = False
+    share: bool = False
     outcomes: tuple[tuple[str, Outcome], ...] = ()
 
 
@@ -75,15 +79,16 @@ TYPES = {
     "kv.pin": _Type(Rank.PINNED, needed=frozenset({"ttl_seconds"})),
     "kv.demote": _Type(Rank.DEMOTED),
     "kv.prefetch": _Type(None),
+    SHARE: _Type(None),
 }
-REFUSED = frozenset({"kv.share"})
 HELD = {Rank.RETAINED: "kv.retain", Rank.PINNED: "kv.pin"}  # ranks that keep memory from others, by their hint
 
 
-def hints_of(kv_hints: Any, custom_params: Any) -> Hints:
+def hints_of(kv_hints: Any, custom_params: Any, has_store: bool = False) -> Hints:
     """Returns the hints of a request. Raises for no input of a client.
 
-    kv_hints: the engine's envelope of them, or None. custom_params: of its sampling parameters.
+    kv_hints: the engine's envelope of them, or None. custom_params: of its sampling parameters. has_store: whether
+    sessions are written to one.
     """
     hints = Hints()
     outcomes: list[tuple[str, Outcome]] = []
@@ -91,7 +96,7 @@ def hints_of(kv_hints: Any, custom_params: Any) -> Hints:
     if len(given) > MOST_HINTS:
         return Hints(outcomes=((OTHER, "refused"),))
     for name, payload in given:
-        hints, outcome = _take(hints, name, payload)
+        hints, outcome = _take(hints, name, payload, has_store)
         outcomes.append((OTHER if outcome == "unknown" else name, outcome))
     return replace(hints, outcomes=tuple(outcomes))
 
@@ -107,9 +112,9 @@ def _given(kv_hints: Any, custom_params: Any) -> Iterator[tuple[str, Any]]:
             yield action.action_type, action.payload
 
 
-def _take(hints: Hints, name: str, payload: Any) -> tuple[Hints, Outcome]:
+def _take(hints: Hints, name: str, payload: Any, has_store: bool) -> tuple[Hints, Outcome]:
     """Returns ``hints`` with this one in it where it can be used, and its outcome."""
-    if name in REFUSED:
+    if name == SHARE and not has_store:
         return hints, "refused"
     if name not in TYPES:
         return hints, "unknown"
@@ -117,7 +122,7 @@ def _take(hints: Hints, name: str, payload: Any) -> tuple[Hints, Outcome]:
     if not _is_valid(known, payload):
         return hints, "bad"
     if known.rank is None:
-        return replace(hints, prefetch=True), "taken"
+        return replace(hints, share=True) if name == SHARE else replace(hints, prefetch=True), "taken"
     ttl = payload.get("ttl_seconds")
     if ttl is None and known.rank is Rank.RETAINED:
         ttl = RETAINED_TTL

@@ -69,6 +69,7 @@ class SessionStore:
         self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
         self.counters = SessionCounters()
+        self.has_store = False  # beyond this memory
         self.on_gone: Callable[[Iterable[Page]], None] = lambda pages: None  # called with each page that went
         self._memory.cache = self
 

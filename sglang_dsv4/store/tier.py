@@ -143,7 +143,7 @@ class Tier:
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
         self._to_tell: deque[Told] = deque()
         self._told_error, self._told_at = "" if client is None else client.last_error, 0.0
-        sessions.on_gone = self._forget
+        sessions.on_gone, sessions.has_store = self._forget, True
 
     @property
     def keys(self) -> Keys:

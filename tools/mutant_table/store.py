@@ -41,6 +41,8 @@ MUTANTS = (
          "            pass\n"),
         ("who-waits-is-admitted", "for req, ask in plain.asking if ask.waits]", "for req, ask in ()]"),
         ("grammar-that-became-ready-is-admitted", "plain.kept_back is not None and any(", "False and any(")),
+    *seeded("engine/plain/sessions.py", "store/test_lives.py::test_a_shared_prompt_does_not_wait_for_its_answer",
+        ("shared-prompt-waits", "        if _hints(plain.sessions, req).share:\n", "        if False:\n")),
     *seeded("store/tier.py", "store/test_tier_bounds.py",
         ("equal-prompts-read-once-each", "if isinstance(one, Ask) and one.covers(ask, self._page):", "if False:"),
         ("role-switch-loses-units", "        if self._together(reaped):\n", "        if False:\n"),

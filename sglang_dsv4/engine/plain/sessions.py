@@ -63,6 +63,8 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
             if point is not None and plain.tier is not None:
                 plain.tier.write(point)
         _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
+        if _hints(plain.sessions, req).share:
+            write_final(plain, req)
         tell_node(plain.sessions, req)
         end_prompt(plain.sessions, req)
     elif start < req.extend_end:  # else it is asked again about the same chunk, for its transfer
@@ -127,7 +129,7 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
 
 
 def write_final(plain: PlainServing, req: Any) -> None:
-    """Has the last point of ``req``, behind which none of it comes, written to the store."""
+    """Has the last point of ``req``, which ends or shares it already, written to the store."""
     kept = request_state(req).kept
     if plain.tier is not None and kept is not None:
         plain.tier.write(kept)
@@ -186,7 +188,7 @@ def _hints(store: SessionStore, req: Any) -> Hints:
     """Returns the hints of ``req``, read and counted at the first call."""
     state = request_state(req)
     if state.hints is None:
-        state.hints = hints_of(req.kv_hints, req.sampling_params.custom_params)
+        state.hints = hints_of(req.kv_hints, req.sampling_params.custom_params, store.has_store)
         store.counters.hinted(state.hints.outcomes)
     return state.hints
 

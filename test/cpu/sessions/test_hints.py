@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dsv4.sessions.hints import LONGEST_TTL, MOST_HINTS, OTHER, REFUSED, TYPES, Hints, Rank, hints_of
+from sglang_dsv4.sessions.hints import LONGEST_TTL, MOST_HINTS, OTHER, TYPES, Hints, Rank, hints_of
 
 try:
     from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
@@ -100,6 +100,14 @@ def test_unknown_types_are_counted_under_one_label_and_shares_are_refused(read):
     assert (found.rank, found.priority) == (Rank.RETAINED, 5)
 
 
+def test_a_prompt_is_shared_where_there_is_a_store():
+    shared = {"kv.share": {}, "kv.pin": {"ttl_seconds": 9}}
+    outcomes = (("kv.share", "taken"), ("kv.pin", "taken"))
+    assert hints_of(None, shared, has_store=True) == Hints(Rank.PINNED, 0, 9.0, share=True, outcomes=outcomes)
+    assert hints_of(None, {"kv.share": {"tokens": 5}}, has_store=True) == Hints(outcomes=(("kv.share", "bad"),))
+    assert not hints_of(None, {"kv.prefetch": {}}, has_store=True).share
+
+
 @routes
 def test_the_last_hint_sets_rank_priority_and_end_together(read):
     kept = ("kv.retain", {"ttl_seconds": 600, "priority": 5})
@@ -141,13 +149,13 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(fields, inner, max_size=3),
     max_leaves=5,
 )
-names = st.sampled_from((*TYPES, *REFUSED)) | st.text(max_size=4).map("kv.{}".format)
+names = st.sampled_from(tuple(TYPES)) | st.text(max_size=4).map("kv.{}".format)
 
 
 @given(st.dictionaries(names | st.integers(), anything, max_size=6) | anything)
 def test_no_input_raises_nor_leaves_the_bounds(custom_params):
     found = hints_of(None, custom_params)
-    assert {name for name, _ in found.outcomes} <= {*TYPES, *REFUSED, OTHER}
+    assert {name for name, _ in found.outcomes} <= {*TYPES, OTHER}
     assert {outcome for _, outcome in found.outcomes} <= {"taken", "unknown", "bad", "refused"}
     assert type(found.priority) is int and abs(found.priority) <= 10**6
     assert found.ttl_seconds is None or (type(found.ttl_seconds) is float and 0 <= found.ttl_seconds <= LONGEST_TTL)
