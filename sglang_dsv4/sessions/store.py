@@ -28,8 +28,9 @@ from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
+from sglang_dsv4.sessions.lookup import LookUp
 from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
-from sglang_dsv4.sessions.trie import Found, Key, Name, Page, Point, Trie
+from sglang_dsv4.sessions.trie import Key, Name, Page, Point, Trie
 from sglang_dsv4.transfer import verify
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,7 @@ class SessionStore:
         self.log_saves = log_saves or host.settings.verify
         self.few, self.enough = self._most // FEW, self._most // ENOUGH
         self._tried_ahead: Any = None  # all that decided when room was last made ahead
-        self.order = EvictionOrder(self._trie)
-        self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
+        self.order, self.lookup = EvictionOrder(self._trie), LookUp(self._trie, self._page)
         self._unchecked: list[tuple[Name | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
         self._checksums: dict[Page, int] = {}  # with DSV4_VERIFY
         self._made = self._exported = 0  # points so far; the version that the gauges show
@@ -95,48 +95,6 @@ class SessionStore:
 
     def _tails(self) -> Iterator[int]:
         return itertools.chain.from_iterable(point.tail or () for point in self.order)
-
-    # ---------------------------------------------------------------------------------------------------- look up
-
-    def is_current(self, namespace: Hashable, found: Found, limit: int) -> bool:
-        """Returns whether a look-up of ``limit`` tokens would find the same.
-
-        No more tokens came, no point in its namespace, and its own did not go.
-        """
-        return (
-            found.limit >= limit
-            and found.came >= self._trie.came(namespace)
-            and (found.point is None or self.stands(found.point))
-        )
-
-    def longest(
-        self, namespace: Hashable, tokens: Any, limit: int, node: Hashable = None, before: Found | None = None
-    ) -> Found:
-        """Finds the last point among the first ``limit`` of ``tokens``.
-
-        node: of the engine's prefix tree, on the way of these tokens in this namespace. before: the last look-up of
-        the same prompt. The pages before a point that stands at that node, or that were found before, are not cut and
-        hashed: they were compared.
-        """
-        end, known = limit - self._trie.ahead, self._at.get(node)
-        starts = [known.page] if known is not None else []
-        if before is not None and (page := self._trie.named(before.page)) is not None:
-            starts.append(page)
-        depth = self._trie.depth
-        start = max((page for page in starts if depth(page) * self._page <= end), key=depth, default=None)
-        way = self._trie.walk(namespace, self._trie.keys(tokens, end, depth(start) * self._page), start)
-        last = way[-1] if way else start
-        return Found(self._trie.came(namespace), self._trie.name(last), self._trie.last_point(last), limit)
-
-    def remember_node(self, point: Point, node: Hashable, end: int) -> None:
-        """Remembers ``node`` of the prefix tree, which ends behind ``end`` tokens, if ``point`` stands there.
-
-        point: with a window, of a request on whose way the node is. A node's tokens never change, and the engine names
-        no other node so. None: no node.
-        """
-        if node is not None and point.tokens == end and node not in self._at and self.stands(point):
-            self._at.pop(point.node, None)
-            self._at[node], point.node = point, node
 
     def last_end(self, tokens: int) -> int:
         """Returns the last page end of a request of which ``tokens`` tokens are computed and known."""
@@ -500,7 +458,7 @@ class SessionStore:
 
     def _let_go(self, point: Point, reason: str) -> None:
         self.order.remove(point)
-        self._at.pop(point.node, None)
+        self.lookup.forget(point)
         if point.tail is not None:
             self._windows -= 1
             self._memory.pool.forget(point.tail)
@@ -574,7 +532,7 @@ class SessionStore:
         self.on_gone(gone)
         self._checksums.clear()
         self.order.clear()
-        self._at.clear()
+        self.lookup.clear()
         self._pages = self._windows = 0
         self._export_gauges()  # a paused server has no passes
 
@@ -589,7 +547,5 @@ class SessionStore:
         assert self._checksums.keys() <= set(pages)
         held = (point for point in points if point.order[0] in HELD)
         assert self.order.held_pages == Counter(page for point in held for page in self._trie.path(point.page))
-        assert {point: point.node for point in points if point.node is not None} == {
-            point: node for node, point in self._at.items() if point.tail is not None
-        }
+        self.lookup.check_integrity(points)
         assert self._trie.used is None

@@ -392,7 +392,7 @@ class Tier:
             if self._client is not None and ask.ticket is not None:
                 self._client.drop(ask.ticket)
                 self._asked.pop(ask.ticket, None)
-            here = self._sessions.longest(ask.namespace, ask.tokens, end * self._page + self._trie.ahead).point
+            here = self._sessions.lookup.longest(ask.namespace, ask.tokens, end * self._page + self._trie.ahead).point
             came = here is not None and here.tokens == end * self._page
             self._finish(number, ask, "late" if ask.late else "hit" if came else "room")
             return

@@ -145,7 +145,7 @@ def _needs_a_save(store: SessionStore, req: Any, end: int) -> bool:
 def tell_node(store: SessionStore, req: Any) -> None:
     """Tells ``store`` where ``req`` ends in the tree: its next turn is looked up from there on."""
     if request_state(req).kept is not None:
-        store.remember_node(request_state(req).kept, req.last_node, int(req.kv.cache_protected_len))
+        store.lookup.remember_node(request_state(req).kept, req.last_node, int(req.kv.cache_protected_len))
 
 
 def _keep_own(plain: PlainServing, store: SessionStore, req: Any, tree: Any, computed: int) -> None:
@@ -270,10 +270,10 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     """Returns the last point of ``req``; it is looked up again only where there may be another."""
     known, tokens = request_state(req).point, req.full_untruncated_fill_ids
     limit = engine_release().match_limit(tree, req, len(tokens))
-    if known is None or not store.is_current(namespace(req), known, limit):
-        known = request_state(req).point = store.longest(namespace(req), tokens, limit, req.last_node, known)
+    if known is None or not store.lookup.is_current(namespace(req), known, limit):
+        known = request_state(req).point = store.lookup.longest(namespace(req), tokens, limit, req.last_node, known)
         if known.point is not None:
-            store.remember_node(known.point, req.last_node, int(req.prefix_len))
+            store.lookup.remember_node(known.point, req.last_node, int(req.prefix_len))
     return known.point
 
 
@@ -316,7 +316,7 @@ class _Loading:
         if self.req.prefix_len < end:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
-        self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
+        self.store.lookup.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         state = request_state(self.req)  # a load that was evicted before the admission is made again
         state.on_device = before if state.on_device is None else min(state.on_device, before)
         state.from_store = state.from_store or self.point.from_store

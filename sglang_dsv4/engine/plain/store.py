@@ -27,7 +27,7 @@ def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
     tree, tokens = scheduler.tree_cache, req.origin_input_ids
     engine_release().match(tree, req)
     limit = engine_release().match_limit(tree, req, len(tokens))
-    found = state.point = sessions.longest(namespace(req), tokens, limit, req.last_node)
+    found = state.point = sessions.lookup.longest(namespace(req), tokens, limit, req.last_node)
     have = max(int(req.prefix_len), 0 if found.point is None else found.point.tokens)
     state.ask = tier.ask(namespace(req), tokens, limit, have)
     if state.ask is None:

@@ -109,7 +109,7 @@ def test_after_a_random_life_both_have_the_same_points(tmp_path: Path, seed: int
                 point, rows = mine.keep(number, pages, hints)
                 kept.setdefault(point, rows)
             elif what < 0.7:
-                point = mine.store.longest("a", array("q", [number] * 5 * PAGE), 5 * PAGE).point
+                point = mine.store.lookup.longest("a", array("q", [number] * 5 * PAGE), 5 * PAGE).point
                 if point is not None:
                     oracle.compare({w: r for w, r in kept[point].items() if not oracle.grows(w[0])},
                                    {w: r for w, r in mine.load(point).items() if not oracle.grows(w[0])})  # fmt: skip

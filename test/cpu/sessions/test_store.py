@@ -89,7 +89,7 @@ class Sessions:
         return self.host.save(SaveRequest(request, saved))
 
     def find(self, number, namespace="a", tokens=12 * PAGE, node=None):
-        point = self.store.longest(namespace, array("q", [number] * tokens), tokens, node).point
+        point = self.store.lookup.longest(namespace, array("q", [number] * tokens), tokens, node).point
         return 0 if point is None else point.tokens // PAGE
 
 
@@ -165,7 +165,7 @@ def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypa
         assert len(shared) == 2, "its page is as good as before"
     sessions.store.end_pass()
     assert sessions.free == TAIL and sessions.host.counters.fallbacks["CopyEngineError"] == 1
-    assert [sessions.store.longest("a", tokens, 2 * PAGE).point.tokens for tokens in agents] == [2 * PAGE] * 3
+    assert [sessions.store.lookup.longest("a", tokens, 2 * PAGE).point.tokens for tokens in agents] == [2 * PAGE] * 3
     assert sessions.find(5) == 0 and dict(sessions.store.counters.evicted) == {"fault": 1}
 
 
@@ -184,12 +184,12 @@ def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
 
     def find(node, limit=12 * PAGE, like=1):
         tokens = array("q", [9] * 2 * PAGE + [like] * 10 * PAGE)
-        return sessions.store.longest("a", tokens, limit, node).point
+        return sessions.store.lookup.longest("a", tokens, limit, node).point
 
-    sessions.store.remember_node(points[1], "node", 2 * PAGE + 1)
-    sessions.store.remember_node(points[1], None, 2 * PAGE)
+    sessions.store.lookup.remember_node(points[1], "node", 2 * PAGE + 1)
+    sessions.store.lookup.remember_node(points[1], None, 2 * PAGE)
     assert find("node") is find(None) is None, "the node does not end at the point, and None is no node"
-    sessions.store.remember_node(points[1], "node", 2 * PAGE)
+    sessions.store.lookup.remember_node(points[1], "node", 2 * PAGE)
     assert find("node") is points[2]
     assert find("node", like=7) is find("node", 3 * PAGE - 1) is find("node", 2 * PAGE) is points[1]
     assert find("node", 2 * PAGE - 1) is find("another") is find(None) is None
@@ -198,7 +198,7 @@ def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
 
 def test_with_drafts_a_point_needs_the_token_behind_it(device):
     sessions = Sessions(device, bigram=True)
-    sessions.store.remember_node(sessions.keep(1, 1), "node", PAGE)
+    sessions.store.lookup.remember_node(sessions.keep(1, 1), "node", PAGE)
     sessions.keep(1, 2)
     for node in (None, "node"):
         found = [sessions.find(1, tokens=tokens, node=node) for tokens in (PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1)]
@@ -209,16 +209,18 @@ def test_a_node_is_forgotten_with_its_point(device):
     sessions = Sessions(device)
     points = [sessions.keep(1, pages) for pages in (1, 2)]
     for point, node in zip(points, ("first", "second"), strict=True):
-        sessions.store.remember_node(point, node, point.tokens)
-    sessions.store.remember_node(points[1], "a fork's", 2 * PAGE)
-    assert sessions.store._at == {"first": points[0], "a fork's": points[1]}, "a point has one node, the last one"
+        sessions.store.lookup.remember_node(point, node, point.tokens)
+    sessions.store.lookup.remember_node(points[1], "a fork's", 2 * PAGE)
+    assert sessions.store.lookup._at == {"first": points[0], "a fork's": points[1]}, (
+        "a point has one node, the last one"
+    )
     sessions.store.check_integrity()
     sessions.store.make_room(16)
     assert (sessions.find(1, node="first"), sessions.find(1, node="a fork's")) == (2, 2)
-    sessions.store.remember_node(points[0], "first", PAGE)
+    sessions.store.lookup.remember_node(points[0], "first", PAGE)
     sessions.store.check_integrity()
     sessions.store.clear("flush")
-    assert not sessions.store._at and sessions.find(1, node="a fork's") == 0
+    assert not sessions.store.lookup._at and sessions.find(1, node="a fork's") == 0
 
 
 def test_a_load_keeps_the_point(device):
@@ -339,10 +341,10 @@ def test_a_look_up_does_not_go_on_from_a_page_that_went_meanwhile(device):
     sessions = Sessions(device)
     sessions.keep(1, 2)
     tokens = array("q", [1] * (12 * PAGE))
-    found = sessions.store.longest("a", tokens, len(tokens))
+    found = sessions.store.lookup.longest("a", tokens, len(tokens))
     sessions.store.clear("flush")
     sessions.keep(1, 3)
-    assert sessions.store.longest("a", tokens, len(tokens), None, found).point.tokens == 3 * PAGE
+    assert sessions.store.lookup.longest("a", tokens, len(tokens), None, found).point.tokens == 3 * PAGE
 
 
 def test_pages_of_a_long_prompt_are_held_by_its_last_point_alone(device):

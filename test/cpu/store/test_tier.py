@@ -76,7 +76,7 @@ class Life:
 
     def ask(self, number: int, pages: int) -> Any:
         tokens = array("q", [number] * (pages * PAGE))
-        found = self.sessions.longest("a", tokens, len(tokens)).point
+        found = self.sessions.lookup.longest("a", tokens, len(tokens)).point
         return self.tier.ask("a", tokens, len(tokens), 0 if found is None else found.tokens)
 
     def passes(self, count: int = 1) -> None:
@@ -86,7 +86,7 @@ class Life:
             self.check()
 
     def found(self, number: int, pages: int = 12) -> int:
-        point = self.sessions.longest("a", array("q", [number] * pages * PAGE), pages * PAGE).point
+        point = self.sessions.lookup.longest("a", array("q", [number] * pages * PAGE), pages * PAGE).point
         return 0 if point is None else point.tokens // PAGE
 
     def bytes_of(self, point: Any) -> list[bytes]:
@@ -124,7 +124,7 @@ def test_a_second_life_has_the_bytes_of_the_first() -> None:
     assert ask.waits, "it was found, and is being read"
     second.passes(2)
     assert not ask.waits and second.found(1) == 9
-    read = second.sessions.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
+    read = second.sessions.lookup.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
     assert second.bytes_of(read) == written and read.from_store
     assert second.tier.counters.asks == {"hit": 1} and second.tier.counters.tokens == 9 * PAGE
     assert second.finish(1, 9) is read
@@ -359,5 +359,5 @@ def test_a_server_of_one_rank_reads_what_two_wrote(tmp_path: Path) -> None:
     alone.ask(1, 12)
     alone.passes(4)
     assert alone.found(1) == 9
-    point = alone.sessions.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
+    point = alone.sessions.lookup.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
     assert alone.bytes_of(point) == written

@@ -151,7 +151,7 @@ class StoreLives(RuleBasedStateMachine):
             for pages, node in enumerate(
                 way if window else (), 1
             ):  # a node that ends before the point is not the point's
-                self.store.remember_node(point, node, pages * PAGE)
+                self.store.lookup.remember_node(point, node, pages * PAGE)
         self.device.assert_unchanged()
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
@@ -183,7 +183,7 @@ class StoreLives(RuleBasedStateMachine):
         if not points:
             return
         kept = points[which % len(points)]
-        point = self.store.longest(kept.prompt[0], tokens_of(kept.prompt), ENOUGH * PAGE).point
+        point = self.store.lookup.longest(kept.prompt[0], tokens_of(kept.prompt), ENOUGH * PAGE).point
         assert point is not None
         count, first = len(kept.way), min(first, len(kept.way) - 1)
         slots = oracle.resume(self.allocator, count * PAGE)
@@ -211,16 +211,16 @@ class StoreLives(RuleBasedStateMachine):
         limit = pages * PAGE + more
         way = self.expected.way(prompt)[: max(0, limit - self.expected.bigram) // PAGE]
         best = self.expected.longest(way)
-        found = self.store.longest(prompt[0], tokens_of(prompt), limit)
+        found = self.store.lookup.longest(prompt[0], tokens_of(prompt), limit)
         point = found.point
         assert (None if point is None else point.tokens) == (None if best is None else PAGE * len(best.way))
         for node in self.expected.way(prompt):
-            assert self.store.longest(prompt[0], tokens_of(prompt), limit, node).point is point
-            done["looked up behind a node"] += node in self.store._at
+            assert self.store.lookup.longest(prompt[0], tokens_of(prompt), limit, node).point is point
+            done["looked up behind a node"] += node in self.store.lookup._at
         before = self.found.get((prompt, limit))
         if before is not None:
-            assert self.store.longest(prompt[0], tokens_of(prompt), limit, None, before).point is point
-            assert not self.store.is_current(prompt[0], before, limit) or before.point is point
+            assert self.store.lookup.longest(prompt[0], tokens_of(prompt), limit, None, before).point is point
+            assert not self.store.lookup.is_current(prompt[0], before, limit) or before.point is point
             done["looked up again"] += 1
         self.found[prompt, limit] = found
         self._did("look up")

@@ -289,11 +289,11 @@ def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
     world.run()
     cut, keys = [], store._trie.keys
     store._trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
-    assert not store.is_current(sessions.namespace(waits), request_state(waits).point, 0)
+    assert not store.lookup.is_current(sessions.namespace(waits), request_state(waits).point, 0)
     assert sessions._longest(store, waits, world.tree).tokens == 5888 and len(cut) <= 1
     found = request_state(waits).point
-    assert store.is_current(sessions.namespace(waits), found, found.limit)
-    assert not store.is_current(sessions.namespace(waits), found, found.limit + 1), "its prompt grew"
+    assert store.lookup.is_current(sessions.namespace(waits), found, found.limit)
+    assert not store.lookup.is_current(sessions.namespace(waits), found, found.limit + 1), "its prompt grew"
 
 
 def test_all_points_go_in_a_moment() -> None:
