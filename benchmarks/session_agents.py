@@ -95,11 +95,15 @@ class Agents:
         count = len(self.said)
         return list(range(count)) if count <= 2 else self._draw.sample(range(count), count)
 
+    def run(self, load: Load, url: str, label: str) -> Turn:
+        """Sends the requests of one turn to a server."""
+        return Turn(load, self.arguments, url, None, None).execute(label)
+
     def turn(self, url: str, order: Sequence[int], label: str) -> Turn:
         """Runs one turn of each agent of ``order``, ``--concurrency`` at a time."""
         answer, added = self.arguments.answer, self.arguments.turn - self.arguments.answer
         prompts = [self.said[agent] for agent in order]
-        turn = Turn(Load(prompts, [answer] * len(order)), self.arguments, url, None, None).execute(label)
+        turn = self.run(Load(prompts, [answer] * len(order)), url, label)
         for agent, heard in zip(order, turn.answers, strict=True):
             self.said[agent] = [*self.said[agent], *heard.tokens, *self._tokens(added)]
         return turn

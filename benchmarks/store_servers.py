@@ -180,10 +180,11 @@ def start(
 # ---------------------------------------------------------------------- the command line
 
 
-def options(about: str | None, scenes: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the options of the benchmarks of a store."""
-    parser = results.parser(about, "store-SCENE")
-    parser.add_argument("--scene", choices=scenes, required=True)
+def options(about: str | None, scenes: Sequence[str] = (), name: str = "store-SCENE") -> argparse.ArgumentParser:
+    """Returns the options of the benchmarks of a store. scenes: of one with several."""
+    parser = results.parser(about, name)
+    if scenes:
+        parser.add_argument("--scene", choices=scenes, required=True)
     parser.add_argument("--config", type=readable_file, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=COUNT, help="routed experts, so that two servers fit the card")
     parser.add_argument("--folder", type=folder, help="where the folders of stores are made (below --logs)")
@@ -204,7 +205,7 @@ def read_options(parser: argparse.ArgumentParser, argv: list[str] | None) -> arg
     given = servers.parse(parser, argv)
     if given.answer >= given.turn:
         parser.error(f"--answer {given.answer} --turn {given.turn}: the answer is a part of the turn")
-    given.name = given.name.replace("SCENE", given.scene)
+    given.name = given.name.replace("SCENE", getattr(given, "scene", ""))
     given.turns = getattr(given, "turns", TURNS)
     given.contexts, given.idle, given.worn = (given.tokens,), True, None  # of session_agents: its servers log no saves
     return given

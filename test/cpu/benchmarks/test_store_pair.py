@@ -1,0 +1,102 @@
+"""The benchmark of a pair with a store runs to its end beside played servers, and each bad figure misses its bound."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_http import Handler, Plain, running
+
+from benchmarks import store_pair, store_servers
+from benchmarks.store_servers import OURS
+
+CONFIG = Path(__file__).parents[3] / "benchmarks" / "flash_config.json"
+NEW, ANSWER, AGENTS, TURNS = 200, 6, 2, 1
+
+
+class Prefill(Handler):
+    """Logs the tokens that it computes, and lets the decode server begin."""
+
+    log, computes, wait, trouble = None, NEW, 0.0, ""
+
+    def do_POST(self) -> None:
+        if self.path.startswith("/generate"):
+            time.sleep(self.wait)
+            with self.log.open("a") as log:
+                log.write(f"[t] Prefill batch, #new-seq: 1, #new-token: {self.computes}, #cached\n{self.trouble}")
+            assert self.body()["bootstrap_port"] == self.port and self.body()["bootstrap_room"] not in self.rooms
+            self.rooms.add(self.body()["bootstrap_room"])
+        self.begin()
+        self.wfile.write(b"{}")
+
+
+class Answers(Plain):
+    """Waits before each token."""
+
+    cumulative, gap, wait = False, 0.0, 0.0
+
+    def chunk(self, content) -> None:
+        time.sleep(self.gap if content["meta_info"]["completion_tokens"] > 1 else self.wait)
+        super().chunk(content)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the benchmark; returns its status, the bounds that it misses and its rows. ours, other: of the servers."""
+    stack = contextlib.ExitStack()
+
+    def command(ours, other=None):
+        def launch(role, model, words, environment, folder, transfer, apart):
+            assert transfer == "nixl" and environment["DSV4_SESSIONS"] == "auto"
+            state = ours if environment["DSV4_STORE"] != "off" else (other or {"computes": NEW + ANSWER, "wait": 0.05})
+            folder.mkdir(parents=True, exist_ok=True)
+            log = folder / f"{role}.log"
+            log.write_text("")
+            if role == "prefill":
+                port = int(words[words.index("--disaggregation-bootstrap-port") + 1])
+                state = {"wait": 0.0} | state | {"log": log, "port": port, "rooms": set()}
+            url = stack.enter_context(running(type("Up", (Prefill if role == "prefill" else Answers,), state)))
+            return SimpleNamespace(url=url, log=log, stop=int, suspend=int, awake=contextlib.nullcontext)
+
+        monkeypatch.setattr(store_pair.servers, "launch", launch)
+        monkeypatch.setattr(store_pair.servers, "wait_until_up", lambda *_: None)
+        monkeypatch.setattr(store_pair.servers, "end_when_told", lambda: None)
+        monkeypatch.setattr(store_servers, "QUIET", 0.02)
+        status = store_pair.main([
+            "--config", str(CONFIG), "--experts", "2", "--logs", str(tmp_path), "--out", str(tmp_path),
+            "--tokens", "1024", "--turn", str(NEW + ANSWER), "--answer", str(ANSWER), "--agents", str(AGENTS),
+            "--turns", str(TURNS), "--rounds", "1", "--timeout", "20",
+        ])  # fmt: skip
+        found = json.loads((tmp_path / "pd-store-agents.json").read_text())
+        return status, [b["name"] for b in found["bounds"] if not b["ok"]], found["rows"]
+
+    with stack:
+        yield command
+
+
+FAIR = {"gap": 0.01, "wait": 0.01}
+
+
+def test_answers_that_come_back_are_not_prefilled(run):
+    status, missed, rows = run(FAIR, {"computes": NEW + ANSWER, "gap": 0.02, "wait": 0.05})
+    assert (status, missed) == (0, [])
+    assert len(rows) == 2 + 2 and rows[0]["asked"] == rows[0]["whole"] == AGENTS * (1 + TURNS)
+    by_name = {row["run"]: row for row in rows}
+    assert by_name[f"all rounds {OURS}"]["prefilled_by_new"] == 1.0
+    assert by_name["all rounds without"]["prefilled_by_new"] == (NEW + ANSWER) / NEW
+    assert by_name[f"all rounds {OURS}"]["gap_p50_ms"] >= 9
+
+
+@pytest.mark.parametrize(("ours", "bound"), [
+    ({"computes": 3 * NEW}, "tokens prefilled for a later turn, by its new words"),
+    ({"wait": 0.4}, "first token of a later turn, median, by that without"),
+    ({"gap": 0.1}, "gap between tokens, p99, by that without"),
+    ({"trouble": "leak detected\n"}, "trouble in a log"),
+])  # fmt: skip
+def test_a_bad_figure_misses_its_bound(run, ours, bound):
+    status, missed, _ = run(FAIR | ours, {"computes": NEW + ANSWER, "gap": 0.04, "wait": 0.1})
+    assert status == 1 and bound in missed
