@@ -140,6 +140,39 @@ def test_a_retract_amid_an_answer_costs_no_page(objects, away):
     pair.nothing_left()
 
 
+@pytest.mark.parametrize(("seed", "spec"), [(1, {"overlap": True}), (2, {"drafts": 4})])
+def test_random_lives(objects, monkeypatch, seed, spec):
+    """Little host memory, retracts, aborts and flushes: whatever comes back is right, and no unit is lost."""
+    monkeypatch.setenv("DSV4_HOST_GB", "0.003")
+    pair, rng, ended = Pair(**spec), random.Random(seed), []
+    world, points = pair.decode, pair.points
+    for _ in range(60):
+        what, running = rng.random(), [req for req in world.running if req in world.scheduler.running_batch.reqs]
+        if what < 0.3 and len(world.running) < 4 and not world.queue.retracted_queue:
+            ended.append(pair.arrived(pair.tokens(rng.randint(700, 1500)), rng.randint(30, 700)))
+        elif what < 0.5 and running:
+            world.retract(rng.choice(running))
+        elif what < 0.55 and running:
+            world.abort(rng.choice(running))
+        elif what < 0.6:
+            points.sessions.clear("flush")
+        else:
+            for _ in range(rng.randint(10, 90)):
+                world.step()
+        world.check_integrity()
+        points.sessions.check_integrity()
+        points.host.memory.check_integrity()
+    world.queue.held_rebootstrap_reqs = []  # they had no copy, and nobody computes them here
+    world.queue.queue.clear()
+    world.run()
+    pair.settle()
+    assert points.host.counters.loads > 0 and points.host.memory.pool.held == 0
+    whole = [req for req in ended if req.finished() and not req.finished_reason.to_json()["type"] == "abort"]
+    found = pair.next_turns(whole)
+    assert all(cached <= pair.whole(req) for cached, req in zip(found, whole, strict=True))
+    assert sum(cached == pair.whole(req) for cached, req in zip(found, whole, strict=True)) >= len(whole) // 2 > 1
+
+
 def test_only_the_pages_of_the_answer_are_copied_and_put(objects):
     pair = Pair()
     pair.arrived(pair.tokens(2000), 300)
