@@ -122,8 +122,8 @@ class RequestState:
     partial: Any = None  # the point without a window up to which its pages are kept
     too_long: bool = False  # its prompt found no room, so nothing of it is kept before its end
     kept: Any = None  # its last point that it left in the sessions, or on a decode server
-    placed: int | None = None  # tokens with which it last came to a row of a decode server
-    behind: Any = None  # the namespace of its points there
+    placed: int | None = None  # tokens for which a decode server last gave it a row
+    behind: Any = None  # the namespace of its points on a decode server
     from_store: bool = False  # what sessions brought back of its prefix came from a store
     on_device: int | None = None  # tokens of its prefix before sessions brought more back, until those are told
 

@@ -121,8 +121,8 @@ class Tier:
         """Starts with nothing written.
 
         weights: returns the version of the weights; with another one than now the tier is off. together: returns
-        whether its argument is true on every rank. on_sent: called with a point when its last units were lent to a
-        write, or when it is not written.
+        whether its argument is true on every rank. on_sent: called with a point that waited when its last units
+        were lent to a write, when it went, or when there were too many.
         """
         self._sessions, self._memory, self._client, self._keys = sessions, memory, client, keys
         self._trie, self._page = sessions.trie, sessions.page_size

@@ -10,8 +10,9 @@ no stream can. The next user of the pages waits
     a transfer from a prefill server    in no stream: the host waits before it takes the pages
     a release of the device's memory    the same
 
-The last two nearly always find everything over. They also wait for loads: a request may end right after its resume,
-with its load still queued, which would overwrite the incoming pages.
+The last two mostly find everything over: a decode server that writes answers has a small save in many passes. They also
+wait for loads: a request may end right after its resume, with its load still queued, which would overwrite the incoming
+pages.
 
 For a session's save the current stream alone waits: no forward writes pages before a page end.
 """

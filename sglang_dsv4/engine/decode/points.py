@@ -5,9 +5,10 @@ A point is kept at each page end that a running request passes; the last one is 
     |<- pages that the prefill server writes ->|<- pages of the answer: kept and written here ->|<- the rest ->|
     0                                        first                                     the last page end       n
 
-The window before a page end is gone once the request is 128 tokens further, for half of all lengths before it ends. So
-the point is kept when that window is about to be freed, in place of the one before it, and goes when it was lent to its
-write. Pages before ``first`` are not copied here: their keys follow from the prompt's tokens.
+Once a request is 128 tokens behind a page end, the engine frees the window before it: every second request ends without
+that of its last page end. So a point is kept when its window is about to be freed, in place of the one before it. It
+goes when all its units were lent to its write. Pages before ``first`` are not copied here: their keys follow from the
+prompt's tokens.
 
 Nothing is looked up or loaded: prompts come computed. Where the request was placed last, by its transfer or behind a
 retract, the row has the window of the step at ``placed`` tokens alone, so no earlier page end is kept from then on.
@@ -16,7 +17,6 @@ retract, the row has the window of the step at ``placed`` tokens alone, so no ea
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 Original = Callable[..., Any]
 NAME = "dsv4_points"  # attribute of the pool
-MOST_SAVES = 48  # of one pass, beyond which the page end of a request that ends is not kept: 15 ms of the scheduler
-HASHED = 64 * 256  # prompt tokens that are hashed in a pass: 0.3 ms
+MOST_SAVES = 16  # of one pass, 5 ms of the scheduler; requests of a benchmark pass their page ends together
+HASHED = 128 * 256  # prompt tokens that are hashed ahead in a pass: 0.5 ms
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,13 @@ class DecodePoints:
         """Starts with none. tier: to be set; it writes them."""
         self.pool, self.host, self.sessions = pool, host, sessions
         self.tier: Tier | None = None
-        self._to_hash: deque[Behind] = deque()
+        self._to_hash: dict[Behind, None] = {}  # in their order
 
-    def keep(self, req: Any, table: Any, end: int) -> None:
+    def keep(self, req: Any, table: Any, end: int, ends: bool = False) -> None:
         """Keeps the point of ``req`` at the page end ``end``, if its window is there; an earlier one of it goes.
 
-        table: the server's req_to_token_pool.
+        table: the server's req_to_token_pool. ends: the request does. Else nothing more is kept where an earlier point
+        was evicted: memory is short, and all pages of the answer would be copied again.
         """
         state = request_state(req)
         if self.tier is None or not self.tier.is_on or state.placed is None or not _may_write(req):
@@ -64,15 +65,20 @@ class DecodePoints:
         if end < max(state.placed, FEWEST_TOKENS) or end <= first:
             return
         before = state.kept if state.kept is not None and self.sessions.stands(state.kept) else None
-        if before is not None and before.tokens >= end - first:
+        if (before is not None and before.tokens >= end - first) or (state.kept is not before and not ends):
             return
         if engine_release().cursor(req) > window_start(self.host.buffers.geometry, end):
             return
+        if self.sessions.saves_of_pass >= MOST_SAVES:
+            self.sessions.counters.add("crowded")
+            return
         slots = table.req_to_token[int(req.kv.req_pool_idx), first:end]
-        state.kept = self.sessions.keep(self._behind(req, first), _tokens_from(req, first, end), slots, behind=before)
+        point = self.sessions.keep(self._behind(req, first), _tokens_from(req, first, end), slots, behind=before)
         self.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
-        if before is not None and state.kept is not before:
-            self.let_go(before)
+        if point is not None:
+            state.kept = point
+            if before is not None and point is not before:
+                self.let_go(before)
 
     def finish(self, req: Any, table: Any) -> None:
         """Has the last point of ``req``, which ends, written, unless it was aborted."""
@@ -80,10 +86,10 @@ class DecodePoints:
 
         if req.finished() and not isinstance(req.finished_reason, FINISH_ABORT):
             computed = min(req.seqlen - 1, int(req.owned_kv_len()))
-            if self.sessions.saves_of_pass < MOST_SAVES:
-                self.keep(req, table, self.sessions.last_end(computed))
+            self.keep(req, table, self.sessions.last_end(computed), ends=True)
             kept = request_state(req).kept
             if self.tier is not None and kept is not None and self._first(req) + kept.tokens <= computed:
+                self._to_hash.pop(request_state(req).behind, None)  # its write hashes what is missing
                 self.tier.write(kept)
                 return
         self.leave(req)
@@ -93,10 +99,11 @@ class DecodePoints:
         state = request_state(req)
         if state.kept is not None:
             self.let_go(state.kept)
+        self._to_hash.pop(state.behind, None)
         state.kept = state.behind = None
 
     def let_go(self, point: Point) -> None:
-        """Lets ``point`` go: a later one of its request is kept, or all its units were lent to its write."""
+        """Lets ``point`` go: a later one is kept, its units were lent to its write, or nothing of it is written."""
         self.sessions.let_go(point, "superseded")
 
     def end_pass(self) -> None:
@@ -105,11 +112,14 @@ class DecodePoints:
         if self.tier is None:
             return
         self.tier.end_pass()
-        if self._to_hash:
-            behind = self._to_hash[0]
-            self.tier.keys.hash_ahead(behind, HASHED)
+        left = HASHED
+        while self._to_hash and left > 0:
+            behind = next(iter(self._to_hash))
+            before = behind.hashed
+            self.tier.keys.hash_ahead(behind, left)
+            left -= behind.hashed - before
             if behind.hashed >= behind.end:
-                self._to_hash.popleft()
+                del self._to_hash[behind]
 
     def end(self) -> None:
         """Lets everything go: the server takes another role."""
@@ -130,7 +140,7 @@ class DecodePoints:
         if state.behind is None:
             state.behind = Behind(namespace(req), req.origin_input_ids, first)
             if self.host.memory.rank == 0:  # the others name no objects
-                self._to_hash.append(state.behind)
+                self._to_hash[state.behind] = None
         found: Behind = state.behind
         return found
 
@@ -211,9 +221,16 @@ def free_swa_out_of_window_slots(
 def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoint: bool) -> Any:
     """Runs AROUND mem_cache.common.release_kv_cache: the point of a request that ends is written."""
     points = points_of(tree_cache.token_to_kv_pool_allocator)
-    if points is not None and req.finished() and req.kv.holds_kv:
+    if points is not None and (req.finished() or req.to_finish is not None) and req.kv.holds_kv:
         points.finish(req, tree_cache.req_to_token_pool)
     return original(req, tree_cache, checkpoint=checkpoint)
+
+
+def leave(scheduler: Any, req: Any) -> None:
+    """Lets the point of a request go that was aborted, and holds no row."""
+    points = points_of(scheduler.token_to_kv_pool_allocator)
+    if points is not None:
+        points.leave(req)
 
 
 def keep_retracted(batch: Any, idx: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+from sglang_dsv4.engine.decode import points
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.engine.retract.save import copy_of
 from sglang_dsv4.engine.state import SentBack, request_state
@@ -132,6 +133,7 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
     for req, copy in copies:
         if copy is not None and not contains(queue.retracted_queue, req):
             copy.release()
+            points.leave(scheduler, req)
     return result
 
 
@@ -145,6 +147,7 @@ def finish_aborted(scheduler: Any, req: Any, message: str, status: HTTPStatus | 
     """Answers a request that is in no queue and holds nothing: it was aborted."""
     from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
 
+    points.leave(scheduler, req)
     prepare_abort(req, message, status_code=status)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 

@@ -185,7 +185,7 @@ HOOKS: tuple[Hook, ...] = (
          gone_when="the engine's decode server gives the answer's cache to the prefill server"),
     Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="around",
          ours="engine.decode.points:release_kv_cache", part="answers",
-         also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
+         also=(_BATCH, _RESULTS, _PREFILL, _DECODE, "sglang.srt.managers.scheduler"),
          why="the answer of a request that ends is written, for the prefill server",
          gone_when="the engine's decode server gives the answer's cache to the prefill server"),
     Hook(target=f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.clear", kind="after",
