@@ -16,20 +16,31 @@ class Units:
 
     nbytes: of a unit; a page fills one. page_size: tokens of it. tails: units of a tail, by length: below two pages,
     and from there on by the remainder of one. Stages of a pipeline differ in both; they agree on the largest tails, for
-    one must run out of units when the others do (see ``agreed``).
+    one must run out of units when the others do (see ``agreed``). host_rows: bytes of a page's rows that the engine
+    itself keeps on the host, such as expert choices; their copies lie behind all units.
     """
 
     nbytes: int
     page_size: int
     tails: tuple[int, ...]
+    host_rows: int = 0
 
     @classmethod
-    def of(cls, geometry: Geometry) -> Units:
-        """Computes the units of a pool. A stage without paged families has units of a quarter of its longest tail."""
+    def of(cls, geometry: Geometry, row_bytes: int = 0) -> Units:
+        """Computes the units of a pool. A stage without paged families has units of a quarter of its longest tail.
+
+        row_bytes: of a token's rows that the engine itself keeps on the host.
+        """
         members = families(geometry)
         tails = [Tail.of(members, tokens).nbytes for tokens in range(2 * geometry.page_size)]
         nbytes = align(PackedPage.of(members).nbytes or max(1, -(-max(tails) // 4)), UNIT_ALIGNMENT)
-        return cls(nbytes, geometry.page_size, tuple(-(-tail // nbytes) for tail in tails))
+        tails = [-(-tail // nbytes) for tail in tails]
+        return cls(nbytes, geometry.page_size, tuple(tails), geometry.page_size * row_bytes)
+
+    @property
+    def cost(self) -> int:
+        """Bytes of host memory that a unit takes, with its part behind all units."""
+        return self.nbytes + self.host_rows
 
     def pages(self, tokens: int) -> int:
         """Counts the units of the pages of ``tokens`` tokens."""

@@ -211,7 +211,12 @@ class HostMemory:
         whole = system_page() // math.gcd(system_page(), stride)  # units that end with a page
         self.chunk = max(whole, CHUNK_BYTES // stride // whole * whole)  # units that are registered together
         cuts = [unit * stride for unit in range(self.chunk, size.count, self.chunk)]
-        self.arena = Arena(align(size.nbytes, system_page()), pin, cuts, sharers, keep_file)
+        behind = align(size.count * stride, system_page())
+        end = behind + size.count * self.units.host_rows
+        cuts += range(behind, end, CHUNK_BYTES)
+        self.arena = Arena(align(end, system_page()), pin, cuts, sharers, keep_file)
+        # Of each unit's page the rows that the engine keeps on the host: [units, bytes].
+        self.host_rows = self.arena.region[behind:end].view(size.count, self.units.host_rows)
         self.rank, self.ranks = (0, 1) if sharers is None else (sharers.rank, sharers.ranks)
         self.pool = UnitPool(size.count)
         self.tickets = Tickets(self.arena.board)
@@ -290,7 +295,7 @@ class HostMemory:
         if not self.has_room(count) and self.cache is not None:
             self.cache.make_room(count)
         if not self.has_room(count):
-            short, size = count - self.pool.available, self.units.nbytes
+            short, size = count - self.pool.available, self.units.cost
             raise HostMemoryExhausted(
                 f"{tokens} tokens need {count} units of {size} bytes, {self.pool.available} of {self.pool.total} are "
                 f"free: raise DSV4_HOST_GB (short of {short * size / 2**30:.3f} GiB)"
@@ -340,7 +345,7 @@ class HostMemory:
         self._dead.append(lease)
 
     def _held_bytes(self) -> int:
-        return (self.pool.held - self.pool.evictable) * self.units.nbytes
+        return (self.pool.held - self.pool.evictable) * self.units.cost
 
     def _reclaim_dead(self, short: bool = False) -> None:
         """Gives back the units of handles that died without a release, and counts them.

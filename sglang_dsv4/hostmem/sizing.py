@@ -37,15 +37,15 @@ class ArenaSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all units."""
-        return self.count * self.units.nbytes
+        """Bytes of all units, and of what lies behind them."""
+        return self.count * self.units.cost
 
     def required(self, budget: int | None = None) -> ArenaSize:
         """Returns itself; raises HostMemoryExhausted where a request of one page may not fit. budget: bytes for it."""
         if self.count < self.units.least:
             raise HostMemoryExhausted(
                 f"{(self.nbytes if budget is None else budget) / 2**30:.3f} GiB of host memory hold not one request "
-                f"({self.units.least} units of {self.units.nbytes} bytes): raise DSV4_HOST_GB"
+                f"({self.units.least} units of {self.units.cost} bytes): raise DSV4_HOST_GB"
             )
         return self
 
@@ -114,8 +114,8 @@ def arena_size(units: Units, demand: PoolSize, settings: Settings, ram: int, are
     fit, and when DSV4_HOST_GB for each of the arenas is more than ``ram``.
     """
     wanted = demand.pages + demand.request_slots * units.longest_tail
-    budget = _budget(settings, wanted * units.nbytes, ram, arenas)
-    return ArenaSize(units, budget // units.nbytes).required(budget)
+    budget = _budget(settings, wanted * units.cost, ram, arenas)
+    return ArenaSize(units, budget // units.cost).required(budget)
 
 
 def kept_pages(settings: Settings, pool_pages: int, kept_bytes: int, unit_bytes: int, room: int, ranks: int = 1) -> int:

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import ArenaSize, PoolSize, arena_size
 from sglang_dsv4.metrics import Counters
+from sglang_dsv4.pools.host_rows import HostRows
 from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
@@ -59,13 +60,20 @@ class ServerContext:
     stages: int = 1  # of the pipeline; they agree on retracts before each checks its saves: with several a save waits
     steps_in_flight: Callable[[Any], int] = lambda req: 0  # a request's launched steps that have no result yet
     take_results: Callable[[], None] = lambda: None  # takes all such results
+    host_rows: Sequence[torch.Tensor] = ()  # that the engine keeps on the host: of each token, by its full slot
+    on_host_rows: Callable[[torch.Tensor], None] = lambda slots: None  # pages that begin at these slots get such rows
 
 
-def wanted_size(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> ArenaSize:
-    """Chooses the size of an arena. ram: bytes that the ``arenas`` may take. Raises as ``arena_size``."""
+def wanted_size(
+    buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1, row_bytes: int = 0
+) -> ArenaSize:  # fmt: skip
+    """Chooses the size of an arena. ram: bytes that the ``arenas`` may take. Raises as ``arena_size``.
+
+    row_bytes: of a token's ``HostRows``.
+    """
     pages, swa_pages = buffers.page_counts
     slots = swa_pages if buffers.request_slots is None else buffers.request_slots
-    return arena_size(Units.of(buffers.geometry), PoolSize(pages, slots), settings, ram, arenas)
+    return arena_size(Units.of(buffers.geometry, row_bytes), PoolSize(pages, slots), settings, ram, arenas)
 
 
 def whole_every(buffers: DeviceBuffers) -> int:
@@ -92,6 +100,8 @@ class CopyService:
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
         self._whole = whole_every(buffers)
         self.pages_in_use = PagesInUse(buffers.device, self.context.writer_streams)
+        page, context = buffers.geometry.page_size, self.context
+        self._host_rows = HostRows(context.host_rows, self.memory, page, context.on_host_rows)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
@@ -146,7 +156,7 @@ class CopyService:
         if self.settings.verify or self.context.stages > 1:
             one = replace(one, wait=True)
         try:
-            copy = self._save(one, self._copier.save)
+            copy = self._save(one, self._enqueue)
         except HostCopyError:
             self.true_on_every_rank(False)
             raise
@@ -157,9 +167,15 @@ class CopyService:
             self._verify_save(copy, one.request)
         return copy
 
+    def _enqueue(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
+        slots = self._host_rows.first_slots(request, copy.first_page)  # before the save is on this stream
+        search = self._copier.save(copy, request)
+        self._host_rows.save(copy, slots)
+        return search
+
     def _enqueue_point(self, copy: HostCopy, request: Request) -> DeviceSearch | Refusal | None:
         try:
-            return self._copier.save(copy, request)
+            return self._enqueue(copy, request)
         except HostCopyError as error:  # the others may hold a point here
             return Refusal(error)
 
@@ -268,8 +284,10 @@ class CopyService:
         if copy.checksums is not None:
             spans = _together(self.true_on_every_rank, lambda: find_request_spans(self.buffers, request))
             verify.check_host(copy)
+        slots = self._host_rows.first_slots(request, first_page)
         try:
             self._copier.load(copy, request, first_page)
+            self._host_rows.load(copy, first_page, slots)
         finally:
             self.memory.touched(copy)
         self.pages_in_use.transferred(copy.lease.used_by)

@@ -21,6 +21,7 @@ from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_size
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe, is_online, online_refusal
+from sglang_dsv4.pools.host_rows import row_bytes
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.pools.sub_pools import SingleKVPool
@@ -134,7 +135,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         buffers = functools.cache(lambda: self._describe(draft, context.stages))
 
         def choose(ram: int, arenas: int) -> ArenaSize:
-            return wanted_size(buffers(), settings, ram, arenas)
+            return wanted_size(buffers(), settings, ram, arenas, row_bytes(context.host_rows))
 
         def make(size: ArenaSize, sharers: Sharers | None) -> CopyService:
             return CopyService(buffers(), size, settings, context, sharers)

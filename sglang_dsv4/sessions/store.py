@@ -55,7 +55,7 @@ class SessionStore:
         self._trie = Trie(self._page, bigram)
         self._units = self._memory.units
         self._in_tail = self._units.tail(self._page)  # units of a point's window: alike at every page end
-        total, bound = self._memory.pool.total, None if most_bytes is None else most_bytes // self._units.nbytes
+        total, bound = self._memory.pool.total, None if most_bytes is None else most_bytes // self._units.cost
         self._most = total if bound is None else min(total, bound)  # units that may be held here
         self.log_saves = log_saves or host.settings.verify
         self.few, self.enough = self._most // FEW, self._most // ENOUGH
@@ -83,7 +83,7 @@ class SessionStore:
     @property
     def held_bytes(self) -> int:
         """Counts the bytes of the units held here."""
-        return self._held * self._units.nbytes
+        return self._held * self._units.cost
 
     @property
     def _held(self) -> int:
