@@ -24,7 +24,7 @@ FALLBACKS = {
     "StaleWeights": "the weights were updated while it was away",
     "AnotherRank": "another rank could not save or load it; the ranks agree on each request",
     "InputEmbeds": "it came as embeddings: the engine drops its outputs at a retract, and it starts over",
-    "ChoicesBySlot": "it returns expert or indexer choices, which this server records by cache slot",
+    "ChoicesBySlot": "it returns expert or indexer choices, and a pipeline's copies do not have them",
     "StepInFlight": "online compression: it left the batch by a preemption, while a step still wrote its state row",
     "RowsNotKept": "HiSparse: its rows were being staged",
     "PrefillInFlight": "plain: it was retracted before its first decode step",

@@ -26,6 +26,7 @@ class Part(StrEnum):
     DECODE = "copies of a decode server"
     PLAIN = "copies of a plain server"
     SESSIONS = "sessions"
+    STORE = "the store of a server"
     ANSWERS = "answers of a decode server in the store"
     METADATA = "decode metadata"
     PAGE_MAJOR = "page-major pools"
@@ -48,6 +49,7 @@ class Launch:
     hisparse: bool
     release: Any  # ``releases.engine_release()``
     share: str  # DSV4_SHARE
+    sessions_asked: bool  # by DSV4_SESSIONS
     envs: Any
 
     @property
@@ -62,10 +64,10 @@ class Launch:
 
     @property
     def choices(self) -> bool:
-        """Returns whether expert or indexer choices are recorded by cache slot, which restored requests lack."""
-        from sglang_dsv4.engine.retract.save import records_choices  # noqa: PLC0415
+        """Returns whether expert or indexer choices are recorded, by cache slot."""
+        from sglang_dsv4.engine.retract.choices import are_recorded  # noqa: PLC0415
 
-        return records_choices()
+        return are_recorded()
 
     @property
     def host_tier(self) -> bool:
@@ -103,6 +105,7 @@ def launch(**known: Any) -> Launch:
         "hisparse": context.get_memory().enable_hisparse,
         "release": engine_release(),
         "share": read_settings().share,
+        "sessions_asked": read_settings().sessions.asked,
         "envs": envs,
     }
     drafts = known.pop("drafts", None) or SpeculativeAlgorithm.from_string(spec.speculative_algorithm)
@@ -168,10 +171,14 @@ REASONS = (
     Reason(_S, lambda on: on.memory.disable_radix_cache, NO_PREFIX_CACHE),
     Reason(_S, lambda on: on.memory.enable_hierarchical_cache,
            "beside a hierarchical cache, which keeps pages on the host itself"),
-    Reason(_S, lambda on: on.choices, "expert or indexer choices are returned, which are recorded by cache slot"),
+    Reason(_S, lambda on: on.choices and not on.sessions_asked,
+           "expert or indexer choices are returned, and the scheduler would copy those of every request that ends "
+           "(DSV4_SESSIONS=auto keeps sessions all the same)"),
     Reason(_S, lambda on: on.envs.SGLANG_RADIX_FORCE_MISS.get(),
            "SGLANG_RADIX_FORCE_MISS, with which no request finds its prefix"),
     Reason(_S, _ranks_are_apart, NOT_SHARED),
+
+    Reason(Part.STORE, lambda on: on.choices, "expert or indexer choices are returned, which its objects do not have"),
 
     Reason(_A, lambda on: on.hisparse, "HiSparse, whose c4 rows lie in a host pool of its own"),
     Reason(_A, lambda on: on.transfers_by == "fake", "transfers by fake, which move nothing"),

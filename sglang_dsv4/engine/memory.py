@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.ranks import agreed_size, place, true_on_every_rank, world
+from sglang_dsv4.engine.retract import choices
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
 from sglang_dsv4.pools.describe import DraftPool
@@ -42,6 +43,8 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
         stages=scheduler.server_args.pp_size,
         steps_in_flight=lambda req: steps_in_flight(scheduler, req),
         take_results=lambda: take_results(scheduler),
+        host_rows=choices.buffers(scheduler),
+        on_host_rows=lambda slots: choices.leave_out(scheduler, int(pool.page_size), slots),
     )
     kept = pool.kept_rows
     if kept is not None:

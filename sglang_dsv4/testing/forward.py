@@ -34,7 +34,7 @@ class Forward:
             self._bind_tails(batch)
         ends, rows = batch.seq_lens_cpu.tolist(), batch.req_pool_indices.tolist()
         counts = [1] * len(ends) if decode else batch.extend_lens
-        done, sampled, relay = 0, [], world.scheduler.future_map.tokens
+        done, sampled, relay, computed = 0, [], world.scheduler.future_map.tokens, []
         for req, row, end, count in zip(batch.reqs, rows, ends, counts, strict=True):
             slots = world.table.req_to_token[row, :end].to(torch.int64)
             given = batch.out_cache_loc[done : done + count].to(torch.int64)
@@ -45,13 +45,15 @@ class Forward:
             world.check_reads(ledger, slots[: end - count], row, req.rid, 0 if decode else end)
             world.write(ledger, slots, end - count, row, decode)
             world.computed[req.rid] = end
+            computed.append((tokens, count))
             sampled.append(next_token(tokens))
             relay[row] = sampled[-1]
             done += count
         batch.input_ids = None
         if world.spec.drafts:
             batch.spec_info = self._draft_input(batch)
-        return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
+        choices = world.choices.record(batch.out_cache_loc, computed, world.spec.overlap)
+        return GenerationBatchResult(next_token_ids=torch.tensor(sampled), **choices)
 
     def _bind_tails(self, batch: Any) -> None:
         """Gives the decoding requests of a mixed batch their lengths, as FutureMap.resolve_mixed_spec_tails does.
@@ -69,7 +71,7 @@ class Forward:
     def _verify(self, batch: Any) -> Any:
         """Verifies a step with drafts: some are accepted; the rows of the others are garbage that must not be read."""
         world = self._world
-        width, tokens, accepted = world.spec.drafts, [], []
+        width, tokens, accepted, written, computed = world.spec.drafts, [], [], [], []
         for req, row, had in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
             slots = world.table.req_to_token[row, : had + width].to(torch.int64)
             world.check_reads(world.ledger(req, had), slots[:had], row, req.rid)
@@ -77,14 +79,19 @@ class Forward:
             count = 1 + world.tokens(req, had + 1)[-1] % width
             world.write(world.ledger(req, had + count), slots[: had + count], had, row, decode=True)
             world.computed[req.rid] = had + count
+            written.append(slots[had:])
+            known = world.tokens(req, had + count)
+            computed.append(([*known, *range(width - count)], width))
             tokens += [*world.tokens(req, had + count + 1)[had + 1 :], *[0] * (width - count)]
             accepted.append(count)
         batch.seq_lens = batch.seq_lens + torch.tensor(accepted)
         batch.seq_lens_cpu = batch.seq_lens.clone()
         batch.spec_info = self._draft_input(batch)
+        choices = world.choices.record(torch.cat(written), computed, world.spec.overlap)
         return GenerationBatchResult(
-            next_token_ids=torch.tensor(tokens), accept_lens=torch.tensor(accepted), speculative_num_draft_tokens=width
-        )
+            next_token_ids=torch.tensor(tokens), accept_lens=torch.tensor(accepted), speculative_num_draft_tokens=width,
+            **choices,
+        )  # fmt: skip
 
     def _draft_input(self, batch: Any) -> Any:
         """Makes the state that a step hands to the next: an empty one, as there is no model."""

@@ -22,6 +22,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.releases import engine_release
+from sglang_dsv4.testing.choices import Choices
 from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.testing.forward import Forward, WrongRows
 from sglang_dsv4.testing.integrity import Pages, check_requests, check_tree, poison
@@ -47,6 +48,7 @@ class PlainWorld:
         self.spec = spec or ServerSpec(**changes)
         memory = build_memory(self.spec)
         self.pool, self.allocator, self.table, self.tree = memory.pool, memory.allocator, memory.table, memory.tree
+        self.choices = Choices((self.spec.pages + 1) * PAGE, self.spec.requests)
         self.scheduler = self.build_scheduler(memory)
         self.requests: list[Any] = []  # all that were submitted, in order
         self.computed: dict[str, int] = {}  # tokens whose rows were written, by request id

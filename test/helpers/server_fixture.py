@@ -37,6 +37,7 @@ from sglang_dsv4.engine.hooks import PARTS
 from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version, parse
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.testing.choices import Choices
 from sglang_dsv4.testing.server import ServerSpec, build_scheduler
 from sglang_dsv4.testing.standalone import (
     TINY41_RATIOS,
@@ -92,7 +93,11 @@ class World:
         break_draft: Callable[[Any], None] = lambda pool: None,
     ) -> None:  # fmt: skip
         """Builds it; draft: the speculative algorithm; None: no draft model. break_draft: changes its pool at once."""
-        args: dict[str, Any] = {"disaggregation_mode": "decode", "disable_radix_cache": True}
+        args: dict[str, Any] = {
+            "disaggregation_mode": "decode",
+            "disable_radix_cache": True,
+            "chunked_prefill_size": 8192,
+        }
         args |= {"disaggregation_transfer_backend": "mooncake", "disaggregation_decode_retraction_backup": backup}
         if draft is not None:
             args["speculative_algorithm"] = draft
@@ -101,6 +106,7 @@ class World:
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool, need_sort=True)
         self.server_args = get_context().server_args
+        self.choices = Choices((spec.pages + 1) * PAGE, spec.requests)
         self.backup, self.spec = backup, spec
         self.flushes: list[str] = []
         self.table = DecodeReqToTokenPool(

@@ -177,7 +177,7 @@ def start_points(pool: TokenToKVPool, scheduler: Any) -> None:
     from sglang_dsv4.engine.store_start import join_store  # noqa: PLC0415
 
     host, algorithm = pool.host, scheduler.spec_algorithm
-    reason = refusal(launch(drafts=algorithm), Part.COPIES, Part.DECODE, Part.ANSWERS)
+    reason = refusal(launch(drafts=algorithm), Part.COPIES, Part.DECODE, Part.STORE, Part.ANSWERS)
     if reason is None and host is None:
         reason = "there is no host memory for copies"
     if reason is None and host is not None and whole_every(host.buffers) != host.buffers.geometry.page_size:

@@ -9,9 +9,6 @@ moved past it, or its end is n itself, as in the copy. Pages behind it were comp
     n % 256 in 127..255:            | page with the whole window, n ...
     n % 256 == 0:                   | half-loaded page |n   a match at n reads only loaded rows
 
-Where the server records expert or indexer choices by cache slot, it publishes nothing at all: its loaded slots hold the
-choices of other tokens, and a request that returns them would match those slots.
-
 These are for a window of 128 tokens. DSpark's draft reads a row more, so there 127 belongs to the first line.
 """
 
@@ -46,10 +43,7 @@ def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoin
     if tokens is not None:
         req.skip_radix_cache_insert = False
         if plain is not None and checkpoint:
-            if plain.publishes:
-                _repair(plain, req, tree_cache, tokens)
-            else:
-                req.skip_radix_cache_insert = True
+            _repair(plain, req, tree_cache, tokens)
     if plain is not None and plain.sessions is not None and checkpoint and req.kv.holds_kv:
         keep_finished(plain, req, tree_cache)
     if plain is not None and plain.sessions is not None:

@@ -6,8 +6,8 @@ next owner of the pages is behind both in the streams.
 
 Some requests are left to the engine, which prefills them again. While a prefill is in flight the compression state at
 n = seqlen - 1 was never written: the planner keeps the state at the prefill's end, which is seqlen. Its result is
-dropped, too, and with it the prompt's log probabilities. A streaming session keeps its cache across a retract. Expert
-and indexer choices are recorded by cache slot. Embeddings start over.
+dropped, too, and with it the prompt's log probabilities. A streaming session keeps its cache across a retract.
+Embeddings start over.
 
 A waiting request may leave the engine's queue by an abort, the queue's limit, its timeout or a rejection. None of these
 is hooked: before each pass ``sweep`` looks up those that are still in the queue, at no cost while no copy waits.
@@ -58,14 +58,13 @@ class Saved:
 class PlainServing:
     """Keeps this package's state of one plain server. The scheduler thread owns it."""
 
-    def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool, publishes: bool) -> None:
+    def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool) -> None:
         """Starts with no copy.
 
         joins_decode: restored requests may join the decode batch without a forward of their own.
-        publishes: they may go to the prefix tree when they finish. sessions: the cache of requests that ended.
+        sessions: the cache of requests that ended.
         """
         self.pool, self.host, self.joins_decode = pool, host, joins_decode
-        self.publishes = publishes
         self.sessions: SessionStore | None = None
         self.tier: Tier | None = None  # of the sessions, beyond this server
         self.asking: list[tuple[Any, Any]] = []  # requests that wait for it, and their questions

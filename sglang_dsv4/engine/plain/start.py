@@ -9,7 +9,16 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.coverage import COMES_COMPUTED, NO_PREFIX_CACHE, NOT_SHARED, Launch, Part, launch, reasons
+from sglang_dsv4.engine.coverage import (
+    COMES_COMPUTED,
+    NO_PREFIX_CACHE,
+    NOT_SHARED,
+    Launch,
+    Part,
+    launch,
+    reasons,
+    refusal,
+)
 from sglang_dsv4.engine.decode import points
 from sglang_dsv4.engine.memory import ranks_of, reserve_host_memory
 from sglang_dsv4.engine.plain import publish
@@ -70,15 +79,12 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.
     joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not on.watermark
-    publishes = not on.choices
-    plain = PlainServing(pool, pool.host, joins_decode, publishes)
+    plain = PlainServing(pool, pool.host, joins_decode)
     setattr(pool, NAME, plain)
     start_sessions(plain, scheduler, reason)
     if prefills:
         return
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
-    if not publishes:
-        logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
 
 
 def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> None:
@@ -103,7 +109,9 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         "sessions: the cache of requests that end stays on the host, for the next turn%s",
         "" if wanted.asked else "; retracted requests go first, and DSV4_SESSIONS=off ends it",
     )
-    if read_settings().store.backend:
+    if (reason := refusal(launch(), Part.STORE)) is not None:
+        _leave_store(reason)
+    elif read_settings().store.backend:
         from sglang_dsv4.engine.store_start import join_store  # noqa: PLC0415
 
         plain.tier = join_store(plain.pool, scheduler, plain.sessions)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.memory import host_of
+from sglang_dsv4.engine.retract.choices import are_recorded
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
@@ -134,24 +135,16 @@ def keeps_its_tokens(req: Any) -> bool:
     return req.input_embeds is None
 
 
-def records_choices() -> bool:
-    """Returns whether this server records expert or indexer choices by cache slot, which restored requests lack."""
-    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
-
-    features = get_exec().features
-    return bool(features.enable_return_routed_experts or features.enable_return_indexer_topk)
-
-
 def reasons_of_request(host: CopyService, req: Any) -> Iterator[tuple[str, str]]:
     """Returns (reason, message) against saving ``req`` on any server; the same on every rank."""
     if host.buffers.folded and host.context.steps_in_flight(req):
         yield "StepInFlight", f"request {req.rid!r}: the step in flight writes the one state row that a copy needs"
     if not keeps_its_tokens(req):
         yield "InputEmbeds", f"request {req.rid!r} starts over after a retract"
-    if records_choices() and (req.return_routed_experts or req.return_indexer_topk):
+    if are_recorded() and not host.context.host_rows and (req.return_routed_experts or req.return_indexer_topk):
         yield (
             "ChoicesBySlot",
-            f"request {req.rid!r} returns expert or indexer choices, which are recorded by cache slot",
+            f"request {req.rid!r} returns expert or indexer choices, which the copies of a pipeline do not have",
         )
 
 

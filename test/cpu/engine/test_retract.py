@@ -30,6 +30,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Mul
 from sglang.srt.managers.scheduler_components import flush_wrapper
 
 from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.retract import choices
 from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
 from sglang_dsv4.testing.standalone import PoolSpec
 
@@ -92,7 +93,7 @@ AWAY: dict[str, Change] = {
 UNFLUSHED = ("nothing", "abort", "released weights", "weights by rdma")
 STALE = [name for name in AWAY if "weights" in name or name == "released all"]
 BACK, AGAIN, ANSWERED, ABORTED = "back from its copy", "computed again", "answered with 503", "aborted"
-CHOICES = ("routed_experts", "indexer_topk")  # which the engine records by cache slot: at new ones lie another's
+CHOICES = ("routed_experts", "indexer_topk")  # which the copies of a pipeline do not have
 OUTCOMES = [  # (what the retract left, whose request, what happens meanwhile, outcome, reason counted)
     *(("copy", kind, "nothing", BACK, None) for kind in ("text", "multimodal", "fake")),
     *(("copy", "text", away, BACK, None) for away in ("flush", "released cache")),
@@ -126,6 +127,7 @@ def test_each_way_to_be_away_has_its_outcome(
 ) -> None:
     kinds = {} if kind == "text" else {kind: True}
     spec = replace(SPEC, server_args={f"enable_{left}": True}) if left.startswith("return_") else SPEC
+    monkeypatch.setattr(choices, "buffers", lambda scheduler: ())
     world = world_with(monkeypatch, ONE_COPY if left == "none" else {}, spec=spec)
     first = world.admit(100, "first")
     if left == "none":

@@ -124,7 +124,7 @@ def test_a_role_switch_leaves_no_unit_borrowed() -> None:
     life.client.hangs = True
     life.passes(2)
     assert life.tier.units()
-    plain = PlainServing(life.pool, life.host, True, True)
+    plain = PlainServing(life.pool, life.host, True)
     plain.sessions, plain.tier = life.sessions, life.tier
     plain.end()
     assert not life.memory.pool.held
@@ -136,7 +136,7 @@ def test_units_of_a_process_that_cannot_be_reaped_stay_taken() -> None:
     life.finish(1, 9)
     life.client.hangs, life.client.ended = True, False
     life.passes(2)
-    plain = PlainServing(life.pool, life.host, True, True)
+    plain = PlainServing(life.pool, life.host, True)
     plain.sessions, plain.tier = life.sessions, life.tier
     plain.end()
     assert life.memory.pool.held == len(life.tier.units()) > 0

@@ -4,11 +4,13 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from hisparse_world import HOT, ROWS, HiSparsePlainWorld
 from plain_world import nothing_is_held, run_until
 
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.testing.choices import EXPERTS, chosen
 
 HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
 
@@ -62,6 +64,28 @@ def test_a_retracted_request_decodes_on_with_its_rows(prompt: int, overlap: bool
         assert batch.forward_mode.is_decode() and req in batch.reqs
     assert counted(world) == (5, 5, {})
     over(world)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_its_choices_come_back_too(overlap: bool) -> None:
+    world = HiSparsePlainWorld(overlap=overlap, server_args={"enable_return_routed_experts": True})
+    reqs = [
+        world.submit(range(1000 * i, 1000 * i + 250), max_new=24, return_routed_experts=True) for i in range(2)
+    ]  # fmt: skip
+    decoding(world, *reqs)
+    for _ in range(3):
+        world.step()
+        world.retract(world.scheduler.running_batch.reqs[0])
+        for buffer in world.choices.buffers:
+            held = torch.cat([world.slots(req, req.seqlen - 1) for req in world.running])
+            kept = buffer[held].clone()
+            buffer.fill_(-7)
+            buffer[held] = kept
+    over(world)
+    for req in reqs:
+        tokens = world.tokens(req, len(req.origin_input_ids) + len(req.output_ids) - 1)
+        assert torch.equal(req.routed_experts, chosen(tokens, EXPERTS))
+    assert counted(world) == (3, 3, {})
 
 
 def test_who_was_staged_joins_who_was_restored() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from plain_world import came_back, forget, full, over, retracted, run_to, serving, small_world
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -113,44 +112,6 @@ def test_trap_15_a_mark_ends_with_the_next_retract(monkeypatch: pytest.MonkeyPat
     world.run()
     world.second_turn(req, [1, 2, 3], max_new=2)
     assert world.step().prefix_lens == [512]
-
-
-def recording(world: Any) -> torch.Tensor:
-    """Choices by cache slot, which the world's forwards record as the engine does; here a position's is its token."""
-    choices = torch.full((world.pool.full_to_swa_index_mapping.numel(),), -1)
-    forward = world._forward
-
-    def recorded(batch: Any) -> Any:
-        counts = [1] * len(batch.reqs) if batch.forward_mode.is_decode() else batch.extend_lens
-        ends = batch.seq_lens_cpu.tolist()
-        given = [world.tokens(req, end)[end - n :] for req, end, n in zip(batch.reqs, ends, counts, strict=True)]
-        choices[batch.out_cache_loc] = torch.tensor([token for tokens in given for token in tokens])
-        return forward(batch)
-
-    world._forward = recorded
-    return choices
-
-
-@pytest.mark.parametrize(
-    ("way", "overlap", "again"),
-    [("enable_return_routed_experts", False, False), ("enable_return_indexer_topk", True, True)],
-)
-def test_choices_of_a_request_that_was_never_retracted_are_its_own(way: str, overlap: bool, again: bool) -> None:
-    """It goes on from the answer of one that was: those slots were loaded, and nothing was recorded for them."""
-    world = small_world(overlap=overlap, server_args={way: True})
-    choices = recording(world)
-    first = world.submit(range(578 - 5), max_new=300)
-    for tokens in (578, 600)[: 1 + again]:
-        away(world, first, tokens)
-        choices.fill_(-1)  # others had its slots meanwhile
-        came_back(world, first)
-    world.run()
-    assert serving(world).host.counters.loads == 1 + again and first.finished()
-    asking = world.second_turn(first, [1, 2, 3], max_new=4, return_routed_experts=True, return_indexer_topk=True)
-    run_to(world, asking, len(asking.origin_input_ids) + 1)
-    length = len(asking.origin_input_ids)
-    assert choices[world.slots(asking, length)].tolist() == world.tokens(asking, length)
-    over(world)
 
 
 def test_what_the_engine_keeps_from_the_tree_stays_out() -> None:

@@ -63,13 +63,11 @@ def test_trap_1_a_restore_in_flight_is_complete(beside: bool) -> None:
     ("trap", "change", "reason"),
     [
         (2, {"session": SimpleNamespace(streaming=True)}, "StreamingSession"),
-        (3, {"return_routed_experts": True}, "ChoicesBySlot"),
-        (3, {"return_indexer_topk": True}, "ChoicesBySlot"),
         (4, {"input_embeds": [[0.0]]}, "InputEmbeds"),
     ],
 )
 def test_traps_2_to_4_what_cannot_be_exact_is_not_saved(trap: int, change: dict[str, Any], reason: str) -> None:
-    world, req = running(server_args={f"enable_{name}": True for name in change if name.startswith("return_")})
+    world, req = running()
     vars(req).update(change)
     save_retracted(world.scheduler.running_batch, 0)
     counters = serving(world).host.counters

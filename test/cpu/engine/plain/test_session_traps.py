@@ -195,7 +195,6 @@ def test_what_is_of_its_request_alone_is_neither_kept_nor_loaded(changes, monkey
 
 REFUSED = {
     "no prefix cache": {"radix": False},
-    "expert": {"server_args": {"enable_return_routed_experts": True}},
     "hierarchical": {"server_args": {"enable_hierarchical_cache": True}},
     "SGLANG_RADIX_FORCE_MISS": {},
 }
@@ -203,7 +202,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_covered_is_said_at_the_start(reason, caplog):
-    """Trap 12 is among them: choices of experts are recorded by slot."""
     with envs.SGLANG_RADIX_FORCE_MISS.override(reason.startswith("SGLANG")):
         world = small_world(**REFUSED[reason])
     assert serving(world).sessions is None
