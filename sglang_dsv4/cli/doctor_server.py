@@ -16,7 +16,7 @@ from sglang_dsv4.cache.units import Units
 from sglang_dsv4.cli.launch_args import Launch, published
 from sglang_dsv4.cli.launch_command import LaunchError
 from sglang_dsv4.cli.launch_gpu import GPUS
-from sglang_dsv4.cli.plan_config import Model
+from sglang_dsv4.cli.plan_config import Choices, Model
 from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_size
@@ -100,11 +100,11 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
         return replace(server, stock="DSV4_ENABLED=0")
     if isinstance(model, str):
         return replace(server, stock=model)
-    on = said(args=args, share=settings.share)
+    on = said(args=args, share=settings.share, sessions_asked=settings.sessions.asked)
     stock = _stock(on, server.kind, settings, model)
     more = (
         _plain_sentence(server.kind, stock),
-        *_choices(on, server.kind, stock),
+        *_choices(on, stock, model),
         _sessions(on, stock, settings),
         _store(on, server.kind, stock, settings),
         _prep(on, settings, model),
@@ -115,11 +115,11 @@ def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
     if refuses:
         refuses = f"DSV4_LAYOUT=page-major does not go with {refuses}"
     elif not stock and args.pp_size == 1:  # a stage has fewer layers than the model
-        refuses = _too_little(model, settings, server.arenas)
+        refuses = _too_little(model, settings, server.arenas, _row_bytes(on, model))
     return replace(server, refuses=refuses, stock=stock, more=more)
 
 
-def _too_little(model: Model, settings: Settings, arenas: int) -> str:
+def _too_little(model: Model, settings: Settings, arenas: int, row_bytes: int) -> str:
     """Returns why DSV4_HOST_GB would end the start of any server; empty where it does not."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
@@ -128,7 +128,7 @@ def _too_little(model: Model, settings: Settings, arenas: int) -> str:
     if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() or envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get() != "float32":
         return ""  # states are smaller than a model's config tells
     try:  # that the RAM is there is checked apart
-        arena_size(Units.of(model.geometry), PoolSize(1, 1), settings, UNLIMITED_RAM, arenas)
+        arena_size(Units.of(model.geometry, row_bytes), PoolSize(1, 1), settings, UNLIMITED_RAM, arenas)
     except HostMemoryExhausted as error:
         return str(error)
     return ""
@@ -174,15 +174,28 @@ def _plain_sentence(kind: str, stock: str) -> str:
     return "Plain serving: no." if stock else "Plain serving: yes."
 
 
-def _choices(on: Any, kind: str, stock: str) -> Iterator[str]:
+def _choices(on: Any, stock: str, model: Model) -> Iterator[str]:
     """Yields what a server does otherwise because requests may return their expert or indexer choices."""
-    if on.choices and not stock:
+    if not on.choices or stock:
+        return
+    if on.args.pp_size > 1:
         yield (
             "A request that returns its expert or indexer choices (return_routed_experts, return_indexer_topk) is left "
             "to the engine (ChoicesBySlot)."
         )
-        if kind == "plain":
-            yield "Restored requests are not added to the prefix cache."
+        return
+    parts = [f"{one.layers} layers of {one.layer_bytes:,} for {one.argument}" for one in _recorded(on, model)]
+    count = f"{_row_bytes(on, model):,} bytes a token of DSV4_HOST_GB ({', '.join(parts)})"
+    yield f"Copies have the choices that requests may ask for: {count if parts else 'counted by DSV4_HOST_GB'}."
+
+
+def _recorded(on: Any, model: Model) -> list[Choices]:
+    """Returns what the engine records, as far as the model's config tells it."""
+    return [choices for choices in model.choices if getattr(on.exec.features, choices.feature)]
+
+
+def _row_bytes(on: Any, model: Model) -> int:
+    return sum(choices.token_bytes for choices in _recorded(on, model))
 
 
 def _sessions(on: Any, stock: str, settings: Settings) -> str:
@@ -209,7 +222,7 @@ def _store(on: Any, kind: str, stock: str, settings: Settings) -> str:
     reason = "this server is as stock" if stock else left_out("DSV4_PLAIN", settings.plain, version("sglang"))
     part = Part.ANSWERS if kind == "decode" else Part.SESSIONS
     off = kind != "decode" and not settings.sessions.kept
-    reason = reason or ("DSV4_SESSIONS=off" if off else refusal(on, part) or "")
+    reason = reason or ("DSV4_SESSIONS=off" if off else refusal(on, part, Part.STORE) or "")
     if reason:
         return f"Store: no: {reason}."
     if kind == "decode":

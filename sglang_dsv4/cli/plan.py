@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from sglang_dsv4 import __version__
 from sglang_dsv4.cache.page_major import PieceFigures, piece_figures
 from sglang_dsv4.cli import plan_figures as figures
-from sglang_dsv4.cli.plan_config import KV_LAYOUTS, ConfigError, Model, Variant, example_names, read_model
+from sglang_dsv4.cli.plan_config import KV_LAYOUTS, Choices, ConfigError, Model, Variant, example_names, read_model
 from sglang_dsv4.cli.plan_store import STORE_GBS, StoreFigures, store_figures, store_table
 from sglang_dsv4.cli.tables import duration, size, table
 from sglang_dsv4.command_line import number
@@ -21,6 +21,7 @@ from sglang_dsv4.errors import HostCopyError
 LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
 LENGTHS = (4096, 16384, 65536, 262144)
 SESSIONS = 64  # of --sessions without a number
+RECORDED = {"enable_return_routed_experts": "their experts", "enable_return_indexer_topk": "their index rows"}
 TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 
 
@@ -28,7 +29,7 @@ TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 class Plan:
     """Holds all that is shown. command: starts a server with room for the longest.
 
-    sessions, store: empty unless asked for.
+    choices, sessions, store: empty unless asked for.
     """
 
     model: Model
@@ -37,6 +38,7 @@ class Plan:
     families: list[figures.FamilyFigures]
     groups: list[figures.GroupFigures]
     units: figures.UnitFigures
+    choices: tuple[Choices, ...]
     requests: list[figures.LengthFigures]
     sessions: list[figures.SessionFigures]
     store_gbs: float
@@ -75,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
     add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
+    for feature, of in RECORDED.items():
+        argument = f"--{feature.replace('_', '-')}"
+        add(argument, action="store_true", help=f"requests may ask for {of}: copies have them, too")
     add(
         "--sessions", type=number(int, 1), nargs="?", const=SESSIONS, metavar="N",
         help="finished requests whose cache stays for their next turn (DSV4_SESSIONS), held at once "
@@ -113,26 +118,39 @@ def make(arguments: argparse.Namespace) -> Plan:
     )
     model = read_model(arguments.config, variant)
     geometry = model.geometry
-    lengths = _lengths(model, arguments.tokens)
+    lengths, choices = _lengths(model, arguments.tokens), _choices(model, arguments)
+    rows = sum(each.token_bytes for each in choices)
     requests = [
-        figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, arguments.ranks)
+        figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, arguments.ranks, rows)
         for tokens in lengths
     ]
-    sessions = _session_rows(model, arguments, lengths)
+    sessions = _session_rows(model, arguments, lengths, rows)
     return Plan(
         model, arguments.link_gbs, arguments.ranks, figures.family_figures(geometry), figures.group_figures(geometry),
-        figures.unit_figures(geometry), requests, sessions, arguments.store_rate,
+        figures.unit_figures(geometry, rows), choices, requests, sessions, arguments.store_rate,
         _store_rows(model, arguments, lengths), piece_figures(geometry),
         _command(model, arguments, sessions or requests),
     )  # fmt: skip
 
 
-def _session_rows(model: Model, arguments: argparse.Namespace, lengths: list[int]) -> list[figures.SessionFigures]:
+def _choices(model: Model, arguments: argparse.Namespace) -> tuple[Choices, ...]:
+    wanted = [feature for feature in RECORDED if getattr(arguments, feature)]
+    found = {choices.feature: choices for choices in model.choices}
+    for feature in wanted:
+        if feature not in found:
+            raise ConfigError(f"--{feature.replace('_', '-')}: the config of {model.name} does not say how many")
+    return tuple(found[feature] for feature in wanted)
+
+
+def _session_rows(
+    model: Model, arguments: argparse.Namespace, lengths: list[int], row_bytes: int
+) -> list[figures.SessionFigures]:  # fmt: skip
     if arguments.sessions is None:
         return []
     _check_sessions("--sessions", model, arguments, lengths)
     return [
-        figures.session_figures(model.geometry, tokens, arguments.sessions, arguments.requests) for tokens in lengths
+        figures.session_figures(model.geometry, tokens, arguments.sessions, arguments.requests, row_bytes)
+        for tokens in lengths
     ]
 
 
@@ -166,6 +184,7 @@ def _command(
     for variable, text in (longest.settings | store).items():
         words += [f"--{variable.lower().replace('_', '-')}", text]
     words += ["--model-path", model.path or "MODEL", "--tp", str(arguments.ranks)]
+    words += [choices.argument for choices in _choices(model, arguments)]
     return shlex.join(words + ["--enable-hisparse"] * arguments.hisparse)
 
 
@@ -187,7 +206,8 @@ def _print(plan: Plan) -> None:
     print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}")
     drafts = plan.model.draft_tokens
     print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
-    held = [_sessions(plan)] if plan.sessions else []
+    held = [_recorded(plan)] if plan.choices else []
+    held += [_sessions(plan)] if plan.sessions else []
     held += [store_table(plan.store, plan.store_gbs)] if plan.store else []
     print("\n\n".join([_families(plan), _groups(plan), _requests(plan), *held, _transfers(plan)]))
     room = f"{plan.requests[0].requests:,} retracted requests"
@@ -247,6 +267,16 @@ def _requests(plan: Plan) -> str:
             cells += [size(row.kept_bytes)]
         rows.append(cells)
     return table(f"Retracts at {speed}", columns, rows)
+
+
+def _recorded(plan: Plan) -> str:
+    columns = ("argument", "layers", "a token and layer", "a token")
+    rows = [
+        (each.argument, str(each.layers), f"{each.layer_bytes:,} B", f"{each.token_bytes:,} B") for each in plan.choices
+    ]
+    page, rest = plan.model.geometry.page_size, sum(each.token_bytes for each in plan.choices)
+    note = f"of DSV4_HOST_GB: {size(page * rest)} of each unit's {size(plan.units.nbytes)}; they cross no link"
+    return table("Choices that go with each copy", columns, rows, (0,), note)
 
 
 def _sessions(plan: Plan) -> str:

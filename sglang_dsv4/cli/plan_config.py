@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,30 @@ class ConfigError(HostCopyError, ValueError):
 
 
 @dataclass(frozen=True)
+class Choices:
+    """Counts what the engine records of each token with a launch argument: 4 bytes a choice.
+
+    feature: the argument's name in the engine's configuration. layer_bytes: of a token, and token_bytes of all layers.
+    """
+
+    feature: str
+    layers: int
+    layer_bytes: int
+    token_bytes: int
+
+    @property
+    def argument(self) -> str:
+        """Returns the launch argument."""
+        return f"--{self.feature.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
 class Model:
     """Holds the facts that the plan needs of a config. context: the longest sequence, None where the config does not
     say.
 
-    draft_tokens: a step, of the variant or of the config. path: the server's model path, None of an example.
+    draft_tokens: a step, of the variant or of the config. path: the server's model path, None of an example. choices:
+    that requests may ask for, as far as the config tells them.
     """
 
     name: str
@@ -35,6 +55,7 @@ class Model:
     context: int | None
     draft_tokens: int = 0
     path: str | None = None
+    choices: tuple[Choices, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,20 @@ def read_model(config: str, variant: Variant) -> Model:
     if variant.draft_tokens is None:
         variant = replace(variant, draft_tokens=0 if variant.hisparse else _draft_tokens(reader))
     served = None if config in example_names() else str(path.parent if path.name == "config.json" else path)
-    return Model(name, _geometry(reader, variant), context, variant.draft_tokens or 0, served)
+    geometry = _geometry(reader, variant)
+    return Model(name, geometry, context, variant.draft_tokens or 0, served, tuple(_choices(reader, geometry)))
+
+
+def _choices(reader: _Reader, geometry: Geometry) -> Iterator[Choices]:
+    """Yields what the engine can record of this model. It knows the indexer of ratio 4 alone."""
+    ways = (
+        ("enable_return_routed_experts", "num_experts_per_tok", len(geometry.ratios)),
+        ("enable_return_indexer_topk", "index_topk", geometry.ratios.count(4)),
+    )
+    for feature, field, layers in ways:
+        if layers and field in reader.fields:
+            layer = 4 * reader.whole(field, 1)
+            yield Choices(feature, layers, layer, layers * layer)
 
 
 def _flat(fields: Any) -> Any:

@@ -124,21 +124,23 @@ def group_figures(geometry: Geometry) -> list[GroupFigures]:
     return figures
 
 
-def unit_figures(geometry: Geometry) -> UnitFigures:
-    """Returns the units of host memory."""
-    units = Units.of(geometry)
-    return UnitFigures(units.nbytes, units.longest_tail, units.tail(geometry.page_size))
+def unit_figures(geometry: Geometry, row_bytes: int = 0) -> UnitFigures:
+    """Returns the units of host memory. row_bytes: of a token's choices."""
+    units = Units.of(geometry, row_bytes)
+    return UnitFigures(units.cost, units.longest_tail, units.tail(geometry.page_size))
 
 
-def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: float, ranks: int = 1) -> LengthFigures:
+def length_figures(
+    geometry: Geometry, tokens: int, requests: int, link_gbs: float, ranks: int = 1, row_bytes: int = 0
+) -> LengthFigures:  # fmt: skip
     """Returns the cost of ``requests`` retracted requests of ``tokens`` (2 or more) tokens each.
 
     link_gbs: 1e9 bytes a second, one way. ranks: of a machine that hold the same cache and share an arena; with
-    HiSparse each keeps rows of its own.
+    HiSparse each keeps rows of its own. row_bytes: of a token's choices, which lie on the host and cross no link.
     """
-    saved, units = tokens - 1, Units.of(geometry)
+    saved, units = tokens - 1, Units.of(geometry, row_bytes)
     moved = {group: spec.nbytes(saved) for group, spec in init_groups(geometry).items()}
-    host_bytes = max(requests * units.count(saved), units.least) * units.nbytes
+    host_bytes = max(requests * units.count(saved), units.least) * units.cost
     kept = ranks * _kept_page(geometry)
     pages = requests * units.pages(saved) if kept else 0
     both = _for_both(host_bytes, pages, kept, units.nbytes) if kept else host_bytes
@@ -149,19 +151,22 @@ def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: flo
     )  # fmt: skip
 
 
-def session_figures(geometry: Geometry, tokens: int, sessions: int, requests: int) -> SessionFigures:
+def session_figures(
+    geometry: Geometry, tokens: int, sessions: int, requests: int, row_bytes: int = 0
+) -> SessionFigures:  # fmt: skip
     """Returns the cost of ``sessions`` sessions of ``tokens`` (a page or more) tokens each.
 
     A point lies at the end of a page. It takes the units of all pages below, which points share, and those of its tail.
+    row_bytes: of a token's choices.
     """
-    units = Units.of(geometry)
+    units = Units.of(geometry, row_bytes)
     pages, tail = tokens // geometry.page_size, units.tail(geometry.page_size)
     one = pages + POINTS * tail
-    host_bytes = max(sessions * one + requests * units.count(tokens - 1), units.least) * units.nbytes
+    host_bytes = max(sessions * one + requests * units.count(tokens - 1), units.least) * units.cost
     return SessionFigures(
-        tokens, (pages + tail) * units.nbytes, tail * units.nbytes,
-        TURN, (TURN // geometry.page_size + tail) * units.nbytes,
-        sessions, POINTS, GIB / (one * units.nbytes), requests,
+        tokens, (pages + tail) * units.cost, tail * units.cost,
+        TURN, (TURN // geometry.page_size + tail) * units.cost,
+        sessions, POINTS, GIB / (one * units.cost), requests,
         {"DSV4_HOST_GB": _gigabytes(host_bytes)},
     )  # fmt: skip
 

@@ -142,7 +142,6 @@ KEPT, NOT_KEPT = "Sessions: yes, in all host memory that no", "Sessions: no, and
     ("--enable-hisparse --disable-radix-cache", {"sessions": ASKED}, f"{NOT_KEPT}there is no prefix cache"),
     ("--enable-hierarchical-cache", {"sessions": ASKED}, f"{NOT_KEPT}beside a hierarchical cache"),
     ("--pp-size 2", {"sessions": ASKED}, f"{NOT_KEPT}this server is as stock"),
-    ("--enable-return-routed-experts", {"sessions": ASKED}, f"{NOT_KEPT}expert or indexer choices are returned"),
     ("", {"sessions": ASKED, "share": "off"}, f"{NOT_KEPT}tensor-parallel ranks that do not share"),
     ("--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {"sessions": ASKED}, f"{NOT_KEPT}tensor-parallel ranks"),
     ("", {"sessions": ASKED, "plain": "off"}, f"{NOT_KEPT}this server is as stock"),
@@ -288,13 +287,22 @@ def test_a_model_in_the_cache_of_hugging_face_is_here(read, monkeypatch, tmp_pat
 # --------------------------------------------------------------------------------------- requests that return choices
 
 
-@pytest.mark.parametrize(("words", "published"), [
-    ("--enable-return-routed-experts", True), ("--enable-return-indexer-topk", True),
-    (f"{DECODE} --enable-return-routed-experts", False), ("", None),
-    ("--pp-size 2 --enable-return-routed-experts", None),
+@pytest.mark.parametrize(("words", "said"), [
+    ("--enable-return-routed-experts",
+     "1,032 bytes a token of DSV4_HOST_GB (43 layers of 24 for --enable-return-routed-experts)."),
+    (f"{DECODE} --enable-return-routed-experts --enable-return-indexer-topk", "44,040 bytes a token of DSV4_HOST_GB ("),
+    (f"{DECODE} --pp-size 2 --enable-return-routed-experts", "is left to the engine (ChoicesBySlot)."),
+    ("--pp-size 2 --enable-return-routed-experts", None), ("", None),
 ])  # fmt: skip
-def test_requests_that_return_choices_are_the_engines(read, words, published):
-    """published: whether the sentence speaks of the prefix cache; None: there is no sentence."""
+def test_it_says_what_becomes_of_the_choices_that_requests_return(read, words, said):
+    """said: None: there is no sentence."""
     verdict = read(words)
-    assert ("is left to the engine (ChoicesBySlot)" in verdict) is (published is not None)
-    assert ("Restored requests are not added to the prefix cache" in verdict) is bool(published)
+    assert (said or "") in verdict
+    assert ("bytes a token of" in verdict or "ChoicesBySlot" in verdict) is (said is not None)
+
+
+@pytest.mark.parametrize("sessions", [Sessions(asked=False), ASKED])
+def test_sessions_beside_choices_are_kept_where_they_were_asked_for(judged, sessions):
+    verdict = judged(FLASH, "--enable-return-routed-experts", sessions=sessions)
+    assert ("Sessions: yes" in verdict) is sessions.asked
+    assert ("DSV4_SESSIONS=auto keeps sessions all the same" in verdict) is not sessions.asked

@@ -177,6 +177,38 @@ def test_so_many_copies_find_room_and_hold_the_bytes_that_it_says(small, tokens,
     assert figure.host_bytes == max(memory.held_bytes, units.least * units.nbytes) <= memory.arena.nbytes
 
 
+@pytest.mark.parametrize("requests", [1, 3])
+def test_choices_are_counted_beside_the_cache(small, requests):
+    geometry, row = read_model(small, Variant()).geometry, 1_032
+    units, figure = Units.of(geometry, row), plan_figures.length_figures(geometry, 1025, requests, 55, row_bytes=row)
+    plain = plan_figures.length_figures(geometry, 1025, requests, 55)
+    assert figure.moved_bytes == plain.moved_bytes and figure.host_bytes > plain.host_bytes
+    size = arena_size(units, PoolSize(1, 1), read_settings(figure.settings), ram=1 << 40)
+    memory = HostMemory(families(geometry), size, pin=False)
+    copies = [memory.allocate(1024, geometry) for _ in range(requests)]
+    assert figure.host_bytes == max(memory.held_bytes, units.least * units.cost) <= memory.arena.nbytes
+    assert all(memory.host_rows[unit].numel() == 256 * row for copy in copies for unit in copy.units)
+
+
+@pytest.mark.parametrize(("model", "index"), [("flash", (21, 43_008)), ("pro", (30, 122_880)), ("v41-flash", None)])
+def test_it_says_what_choices_cost_a_token_and_layer(capsys, model, index):
+    """The engine knows no indexer of V4.1 that it could record."""
+    words = ["plan", model, "--tokens", "65536", "--enable-return-routed-experts"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    layers = {"flash": 43, "pro": 61, "v41-flash": 40}[model]
+    row = f"--enable-return-routed-experts {layers} 24 B {layers * 24:,} B"
+    assert row in [" ".join(line.split()) for line in said.splitlines()]
+    assert said.rstrip().endswith("--enable-return-routed-experts"), "the command of the server"
+    status = main([*words, "--enable-return-indexer-topk", "--json"])
+    said = capsys.readouterr()
+    if index is None:
+        assert (status, "--enable-return-indexer-topk: the config of" in said.err) == (2, True)
+    else:
+        found = json.loads(said.out)["choices"][1]
+        assert (found["layers"], found["token_bytes"]) == index
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [300, 4097, 65536])
 def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
