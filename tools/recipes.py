@@ -33,9 +33,9 @@ from sglang_dsv4.testing.standalone import boot
 FOLDER = Path(__file__).with_name("public_recipes")
 RENAMED = {"--cuda-graph-max-bs": "--cuda-graph-max-bs-decode"}
 GONE = ("--prefill-round-robin-balance",)  # switches
-COVERED, CHOICES, NO_MODEL = "covered", "ChoicesBySlot", "no such model"
+COVERED, NO_MODEL = "covered", "no such model"
 REFUSED = "refused: "  # by the engine; such a verdict begins with it
-SAID = {COVERED: "from its copy", CHOICES: "as stock, if it returns its experts"}
+SAID = {COVERED: "from its copy"}
 
 
 class Recipe(NamedTuple):
@@ -94,8 +94,6 @@ def verdict(recipe: Recipe, command: str) -> str:
             server = doctor_server.read(arguments, None, Settings(), recipe.gpu)
         except LaunchError as error:
             return f"{REFUSED}{error}"
-    if any(CHOICES in sentence for sentence in server.more):
-        return CHOICES
     return server.refuses or server.stock or COVERED
 
 
