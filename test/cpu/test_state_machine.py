@@ -17,7 +17,7 @@ from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
 from sglang_dsv4.engine.releases import engine_release
-from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.sessions.lookup import LookUp
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
@@ -76,7 +76,7 @@ def test_random_lives_of_a_plain_server() -> None:
 
 def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_dsv4.engine.plain.sessions.FEWEST_TOKENS", sessions.FEWEST)
-    has_window, longest = engine_release().has_window, SessionStore.longest
+    has_window, longest = engine_release().has_window, LookUp.longest
 
     def both_ways(tree: Any, req: Any, first: int, end: int) -> bool:
         found = has_window(tree, req, first, end)
@@ -86,7 +86,7 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
             sessions.done["windows at the node"] += 1
         return found
 
-    def longest_both_ways(store: SessionStore, namespace: Any, tokens: Any, limit: int, node: Any, before: Any) -> Any:
+    def longest_both_ways(store: LookUp, namespace: Any, tokens: Any, limit: int, node: Any, before: Any) -> Any:
         found = longest(store, namespace, tokens, limit, node, before)
         assert found.point is longest(store, namespace, tokens, limit).point
         sessions.done["looked up behind a node"] += node in store._at
@@ -94,7 +94,7 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
         return found
 
     monkeypatch.setattr(engine_release(), "has_window", both_ways)
-    monkeypatch.setattr(SessionStore, "longest", longest_both_ways)
+    monkeypatch.setattr(LookUp, "longest", longest_both_ways)
     usually = ("submit", "extend", "decode", "turn", "hits", "most points", *AT_NODES)
     if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 160:
         assert sessions.done["steps"] >= LEAST_STEPS
