@@ -54,6 +54,11 @@ class Sessions(NamedTuple):
     asked: bool = True
     most_gib: float | None = None
 
+    @property
+    def most_bytes(self) -> int | None:
+        """Returns the same in bytes."""
+        return None if self.most_gib is None else int(self.most_gib * 2**30)
+
 
 OFF, PLAIN_SERVERS = Sessions(kept=False, asked=False), Sessions(asked=False)
 

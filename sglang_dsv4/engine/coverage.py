@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 BACKENDS = ("nixl", "mooncake", "fake")  # of transfers, whose way with pages was read; fake moves nothing
 COMES_COMPUTED = "prompts come to a decode server computed"
+IN_SLOTS = "a cache with states in a request's slot at page ends"
 NO_PREFIX_CACHE = "there is no prefix cache (--disable-radix-cache, HiSparse)"
 NOT_SHARED = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
 

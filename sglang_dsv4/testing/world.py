@@ -150,10 +150,14 @@ class PlainWorld:
 
     # -------------------------------------------------------------------------------------- the loop
 
+    def plan(self) -> Any:
+        """Returns the engine's plan of the next pass."""
+        scheduler = self.scheduler
+        return scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+
     def step(self) -> Any:
         """Runs one pass of the engine's event loop; returns the batch that ran, or None."""
-        scheduler = self.scheduler
-        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        scheduler, plan = self.scheduler, self.plan()
         scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch is not None:
             scheduler.forward_ct += 1

@@ -97,20 +97,9 @@ class DecodeWorld(PlainWorld):
             ledger.put(part, *locations(part, self.pool, slots, live_from(part.family, count), row))
         self.computed[req.rid] = count
 
-    def step(self) -> Any:
-        scheduler = self.scheduler
-        scheduler.waiting_queue.extend(self.queue.resume_retracted_reqs())
-        plan = scheduler.get_next_disagg_decode_batch_to_run(running_batch=scheduler.running_batch)
-        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
-        if batch is not None:
-            scheduler.forward_ct += 1
-            self._launched.append([])
-            scheduler.result_queue.append((batch.copy(), self._forward(batch)))
-        if len(scheduler.result_queue) > (batch is not None and self.spec.overlap):
-            scheduler.process_batch_result(*scheduler.result_queue.popleft())
-        scheduler.last_batch = batch
-        poison(self)
-        return batch
+    def plan(self) -> Any:
+        self.scheduler.waiting_queue.extend(self.queue.resume_retracted_reqs())
+        return self.scheduler.get_next_disagg_decode_batch_to_run(running_batch=self.scheduler.running_batch)
 
     def retract(self, req: Any) -> None:
         scheduler, batch = self.scheduler, self.scheduler.running_batch

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.families import window_start
-from sglang_dsv4.engine.coverage import Part, launch, refusal
-from sglang_dsv4.engine.plain.serving import may_share, namespace
+from sglang_dsv4.engine.coverage import IN_SLOTS, Part, launch, refusal
+from sglang_dsv4.engine.plain.serving import may_share, namespace, tokens_between
 from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.pools.copy_service import CopyService, whole_every
@@ -73,7 +73,9 @@ class DecodePoints:
             self.sessions.counters.add("crowded")
             return
         slots = table.req_to_token[int(req.kv.req_pool_idx), first:end]
-        point = self.sessions.keep(self._behind(req, first), _tokens_from(req, first, end), slots, behind=before)
+        point = self.sessions.keep(
+            self._behind(req, first), lambda behind: tokens_between(req, first + behind, end + 1), slots, behind=before
+        )
         self.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
         if point is not None:
             state.kept = point
@@ -159,16 +161,6 @@ def _may_write(req: Any) -> bool:
     return req.bootstrap_host != FAKE_BOOTSTRAP_HOST and req.multimodal_inputs is None and may_share(req)
 
 
-def _tokens_from(req: Any, first: int, end: int) -> Callable[[int], Any]:
-    prompt = len(req.origin_input_ids)
-
-    def tokens_from(behind: int) -> Any:
-        start, stop = first + behind, end + 1
-        return req.origin_input_ids[start:stop] + req.output_ids[max(0, start - prompt) : max(0, stop - prompt)]
-
-    return tokens_from
-
-
 # ---------------------------------------------------------------------------------------------------------- hooks
 
 
@@ -181,14 +173,13 @@ def start_points(pool: TokenToKVPool, scheduler: Any) -> None:
     if reason is None and host is None:
         reason = "there is no host memory for copies"
     if reason is None and host is not None and whole_every(host.buffers) != host.buffers.geometry.page_size:
-        reason = "a cache with states in a request's slot at page ends"
+        reason = IN_SLOTS
     if reason is not None or host is None:
         logger.warning("store: nothing is written or read: %s", reason)
         return
-    most = read_settings().sessions.most_gib
     sessions = SessionStore(
         host, lambda: pool.full_to_swa_index_mapping, bool(algorithm.is_eagle()),
-        None if most is None else int(most * 2**30), scheduler.server_args.log_requests,
+        read_settings().sessions.most_bytes, scheduler.server_args.log_requests,
     )  # fmt: skip
     points = DecodePoints(pool, host, sessions)
     points.tier = join_store(pool, scheduler, sessions, points.let_go)

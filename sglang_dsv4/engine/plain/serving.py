@@ -183,6 +183,12 @@ def may_share(req: Any) -> bool:
     return not (kept_out or streams or req.positional_embed_overrides is not None) and keeps_its_tokens(req)
 
 
+def tokens_between(req: Any, start: int, stop: int) -> Any:
+    """Returns the tokens of ``req`` from position ``start`` to ``stop`` - 1, of its prompt and its answer."""
+    prompt = len(req.origin_input_ids)
+    return req.origin_input_ids[start:stop] + req.output_ids[max(0, start - prompt) : max(0, stop - prompt)]
+
+
 def namespace(req: Any) -> tuple[Any, Any]:
     """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
     return req.extra_key, req.cache_salt

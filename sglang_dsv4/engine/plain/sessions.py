@@ -29,7 +29,7 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain import room
-from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of
+from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of, tokens_between
 from sglang_dsv4.engine.plain.store import ask
 from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.state import request_state
@@ -166,14 +166,9 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
         return known
     if window and not engine_release().has_window(tree, req, window_start(plain.host.buffers.geometry, end), end):
         return None
-    prompt = len(req.origin_input_ids)
-
-    def tokens_from(first: int) -> Any:
-        return req.origin_input_ids[first : end + 1] + req.output_ids[max(0, first - prompt) : max(0, end + 1 - prompt)]
-
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
     hints = _hints(store, req) if window else _hints_of_part(store, req)
-    point = store.keep(namespace(req), tokens_from, slots, hints, known, window)
+    point = store.keep(namespace(req), lambda first: tokens_between(req, first, end + 1), slots, hints, known, window)
     plain.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
     return point
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_dsv4.engine.coverage import (
     COMES_COMPUTED,
+    IN_SLOTS,
     NO_PREFIX_CACHE,
     NOT_SHARED,
     Launch,
@@ -91,7 +92,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     """Starts to keep the cache of requests that end, where DSV4_SESSIONS wants it. reason: against it, if any."""
     wanted, host = read_settings().sessions, plain.host
     if reason is None and whole_every(host.buffers) != host.buffers.geometry.page_size:
-        reason = "a cache with states in a request's slot at page ends"
+        reason = IN_SLOTS
     if reason is None and host.memory.ranks < attention_ranks():
         reason = NOT_SHARED
     if reason is not None:
@@ -100,9 +101,10 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if not wanted.kept:
         _leave_store("DSV4_SESSIONS=off: a store keeps sessions")
         return
-    most = None if wanted.most_gib is None else int(wanted.most_gib * 2**30)
     bigram, log_saves = publish.is_bigram(scheduler.tree_cache), scheduler.server_args.log_requests
-    plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, bigram, most, log_saves)
+    plain.sessions = SessionStore(
+        host, lambda: plain.pool.full_to_swa_index_mapping, bigram, wanted.most_bytes, log_saves
+    )
     if host.counters.series:
         plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))
     logger.info(

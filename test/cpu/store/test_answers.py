@@ -1,4 +1,4 @@
-"""What a decode server wrote of its answers, the prefill server goes on from, every byte judged.
+"""A prefill server goes on from the answers that a decode server wrote, every byte judged.
 
 The engine's own loops of both servers over one store; the stand-in for a forward judges each byte that it reads.
 """
