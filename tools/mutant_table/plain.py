@@ -47,7 +47,7 @@ MUTANTS = (
         ("salt-left-out", "return req.extra_key, req.cache_salt", "return req.extra_key, None"),
         ("adapter-left-out", "return req.extra_key, req.cache_salt", "return None, req.cache_salt"),
         ("streaming-session-kept", "kept_out or streams or", "kept_out or"),
-        ("embeddings-kept", " and keeps_its_tokens(req)\n\n\ndef namespace", "\n\n\ndef namespace"),
+        ("embeddings-kept", " and keeps_its_tokens(req)\n\n\ndef tokens_between", "\n\n\ndef tokens_between"),
         ("overridden-embeddings-kept", " or req.positional_embed_overrides is not None)", ")")),
     *seeded("engine/plain/start.py",
             "engine/plain/test_session_traps.py::test_trap_9_with_drafts_a_row_is_another_before_another_token",
