@@ -1,6 +1,6 @@
 """Measures what a later turn prefills where the decode server writes answers to a store, beside a pair without one.
 
-    python3 -m benchmarks.store_pair --config benchmarks/flash_config.json --experts 8 -- --mem-fraction-static 0.2
+    python3 -m benchmarks.store_pair --config benchmarks/flash_config.json --experts 8 -- --mem-fraction-static 0.9
 
 Two pairs of a prefill and a decode server over NIXL, all on one GPU, or each pair's servers on those of --devices. Both
 prefill servers keep sessions. Each round has new agents with a context of --tokens, a first turn and --turns later

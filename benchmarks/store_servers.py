@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from sglang_dsv4.livetest.load import warm_up
 
 OURS, PEER = "with a store", "stock with HiCache's files"
 QUIET, WRITES = 2.0, 120  # seconds without a written byte that end all writes; most seconds that they take
+READERS, MEASURED = 8, 500  # plain reads of a disk at a time, and files
 WARM_UP_CONTEXT, TURNS = 16384, 4  # tokens; turns for which a context has room
 SEGMENT = "16 GB"  # of a Mooncake store
 HOST, WORD = "127.0.0.1", "P2PHANDSHAKE"
@@ -73,6 +75,18 @@ def drop_cache(objects: Path | None) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk_rate(objects: Path | None) -> float:
+    """Returns GB/s of plain reads of the files, several at a time, none of them in the page cache."""
+    drop_cache(objects)
+    paths = list(itertools.islice(files(objects), MEASURED))
+    start = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as readers:
+        nbytes = sum(readers.map(lambda path: len(path.read_bytes()), paths))
+    rate = nbytes / (time.perf_counter() - start) / 1e9
+    drop_cache(objects)
+    return rate
 
 
 def spoil(objects: Path, seed: int) -> int:

@@ -7,6 +7,7 @@ release without them is refused at start. A backend without such a class is aske
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -107,6 +108,10 @@ class Backend:
         """Reads into the slots. OK is what the backend says; MISSING, FAILED, or NO_SEAL where it is surely damaged."""
         return [Code.OK if ok else Code.MISSING for ok in self._batch(self.engine.batch_get_v2, names, slots)]
 
+    def expect(self, names: Sequence[str]) -> None:
+        """Takes a hint: these are read soon, in this order."""
+        del names
+
     def exists(self, names: Sequence[str]) -> list[bool] | None:
         """Returns which objects the backend says are there; None: it cannot be asked."""
         del names
@@ -164,6 +169,16 @@ class FileBackend(Backend):
             return super().get([name], [slot])[0]
         except OSError as error:  # short: without a number
             return Code.NO_SEAL if error.errno in (None, errno.EIO) else Code.FAILED
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Lets the system read the files ahead: one at a time, a disk gives half of its rate."""
+        for name in names:
+            with contextlib.suppress(OSError):  # the read says why
+                fd = os.open(self._file(name)[1], os.O_RDONLY)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(fd)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Returns which files are there; those are used now, for the engine's LRU."""

@@ -23,9 +23,11 @@ from sglang_dsv4.store.wire import GET, PAGE, PUT, Code, Piece, Question
 
 BATCH = 16  # objects a call of the backend; single ones are several times slower over a network
 SLOTS = 2 * BATCH  # of the ring: those of writes, then those of reads
+AHEAD = 2 * BATCH  # objects of a load that the backend is told of before they are read
 MOST_ASKED = 1024  # names a call
 MOST_SEEN = 1 << 16  # names that are remembered
 LASTS = 600.0  # seconds; then the backend is asked again, and takes it for use
+WRONG = {Code.NO_SEAL, Code.ANOTHER, Code.WRONG}  # of an object that failed its check
 
 
 class Job(NamedTuple):
@@ -36,7 +38,7 @@ class Job(NamedTuple):
 
 
 class Seen:
-    """Remembers names of objects: those that the backend has, and those whose bytes were wrong. For both threads."""
+    """Remembers names of objects: those that the backend has, and those to be put anew. For both threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,13 +65,13 @@ class Seen:
             self._known.clear()
 
     def spoil(self, name: str) -> None:
-        """Notes that its bytes are wrong."""
+        """Notes that its bytes are wrong, or in doubt."""
         with self._lock:
             self._known.pop(name, None)
             self._use(self._bad, name)
 
     def is_bad(self, name: str) -> bool:
-        """Returns whether its bytes were wrong and nobody put it again."""
+        """Returns whether its bytes were wrong, or in doubt, and nobody put it again."""
         with self._lock:
             return name in self._bad
 
@@ -169,12 +171,20 @@ class Lanes:
     def get(self, jobs: Sequence[Job]) -> Iterator[list[Code]]:
         """Reads objects into units of the arena, and yields the codes so far after each batch.
 
-        A batch with a missing or a wrong one is the last: a point needs all. The rest is MISSING then.
+        A batch with a missing or a wrong one is the last: a point needs all. The rest is MISSING then. Behind a wrong
+        one the rest is put anew, too: nobody has read it, and a damaged store would be mended a batch a turn.
         """
         codes: list[Code] = []
+        names = [job.name for job in jobs]
+        told = 0  # names that the backend expects
         for batch in _batches(jobs):
+            if soon := names[told : len(codes) + BATCH + AHEAD]:
+                self._call(GET, self._backend.expect, soon)
+                told += len(soon)
             codes += self._get(batch)
             if any(codes):
+                for name in names[len(codes) :] if WRONG.intersection(codes) else ():
+                    self._seen.spoil(name)
                 codes += [Code.MISSING] * (len(jobs) - len(codes))
                 self._seen.forget()
             yield codes
@@ -202,7 +212,7 @@ class Lanes:
         return self._judged(job.name, check(raw, unit, job.name, self._secret))
 
     def _judged(self, name: str, code: Code) -> Code:
-        if code in (Code.NO_SEAL, Code.ANOTHER, Code.WRONG):
+        if code in WRONG:
             self._seen.spoil(name)
         return code
 

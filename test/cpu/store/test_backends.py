@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import lying_backend
 import numpy as np
+import psutil
 import pytest
 
 from sglang_dsv4.store import backend as module
@@ -90,6 +91,20 @@ def test_files_are_read_straight_into_the_slots(made, monkeypatch):
     monkeypatch.setattr(backend.inner, "get", lambda key, page: targets.append(page.data_ptr()) or get(key, page))
     backend.get(NAMES, [7, 6, 5])
     assert targets == [made.ring.get_data_page(slot).data_ptr() for slot in (7, 6, 5)]
+
+
+def test_files_that_are_expected_are_read_ahead(made, monkeypatch):
+    backend, asked = written(made), []
+    advise = os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *how: asked.append((os.fstat(fd).st_ino, how)))
+    before = psutil.Process().num_fds()
+    backend.expect([NAMES[2], "ef" * 32 + "p", NAMES[0]])  # the second one went meanwhile
+    inodes = [(made.folder / FILES[at]).stat().st_ino for at in (2, 0)]
+    assert asked == [(inode, (0, 0, os.POSIX_FADV_WILLNEED)) for inode in inodes]
+    assert psutil.Process().num_fds() == before
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    backend.expect(NAMES)
+    assert backend.get(NAMES, [3, 4, 5]) == [Code.OK] * 3
 
 
 def test_another_process_finds_them(made):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sglang_dsv4.store import lanes as module
-from sglang_dsv4.store.lanes import BATCH, SLOTS, Job, Lanes
+from sglang_dsv4.store.lanes import AHEAD, BATCH, SLOTS, Job, Lanes
 from sglang_dsv4.store.ring import Ring
 from sglang_dsv4.store.wire import GET, PUT, Code, Piece, Question
 
@@ -23,7 +23,7 @@ class Store:
     def __init__(self, ring, mute=False):
         self.ring, self.mute = ring, mute
         self.objects, self.calls, self.groups = {}, [], []
-        self.refused, self.free = set(), True
+        self.refused, self.free, self.expected = set(), True, []
 
     def put(self, names, slots, group):
         self.calls.append(("put", tuple(names)))
@@ -39,6 +39,9 @@ class Store:
             if name in self.objects:
                 self.ring.slot(slot)[:] = np.frombuffer(self.objects[name], np.uint8)
         return [Code.OK if name in self.objects else Code.MISSING for name in names]
+
+    def expect(self, names):
+        self.expected.append(tuple(names))
 
     def exists(self, names):
         self.calls.append(("exists", tuple(names)))
@@ -160,13 +163,37 @@ def test_damage_is_told_ends_the_load_and_is_replaced(world, damage, code):
     for number, bytes_ in wanted.items():
         world.units[number] = bytes_
     codes = write(world, [Piece(number, 0, key(number)) for number in numbers])
-    assert codes == [Code.KNOWN, Code.OK] + [Code.KNOWN] * (BATCH + 1)
-    removed = [names for call, names in world.store.calls if call == "remove"]
-    assert removed == ([] if code is Code.MISSING else [(name(1),)])
+    unread = [Code.KNOWN if code is Code.MISSING else Code.OK] * 3  # behind a wrong one they may be as bad
+    assert codes == [Code.KNOWN, Code.OK] + [Code.KNOWN] * (BATCH - 2) + unread
+    removed = [removed for call, (removed, *_) in world.store.calls if call == "remove"]
+    assert removed == ([] if code is Code.MISSING else [name(1), *map(name, numbers[BATCH:])])
     assert read(world, jobs) == [Code.OK] * len(jobs)
     assert all((world.units[40 + number] == wanted[number]).all() for number in numbers)
     assert read(world, [Job(40, name(70))]) == [Code.MISSING]  # what is known is forgotten
     assert set(write(world, [Piece(number, 0, key(number)) for number in numbers])) == {Code.KNOWN}, "once is enough"
+
+
+def test_a_store_that_is_damaged_all_over_is_mended_in_one_turn(world):
+    numbers = range(3 * BATCH)
+    wanted = store_pages(world, numbers)
+    for number in numbers[::2]:
+        world.store.flip(name(number), 77)
+    jobs = [Job(UNITS - 1 - number % (UNITS // 2), name(number)) for number in numbers[: UNITS // 2]]
+    assert Code.WRONG in read(world, jobs)
+    for number, bytes_ in wanted.items():
+        world.units[number] = bytes_
+    write(world, [Piece(number, 0, key(number)) for number in numbers[: UNITS // 2]])
+    assert read(world, jobs) == [Code.OK] * len(jobs)
+
+
+def test_the_backend_expects_each_object_once_and_before_it_is_read(world):
+    numbers = range(4 * BATCH + 3)
+    store_pages(world, numbers)
+    jobs = [Job(number, name(number)) for number in numbers]
+    for codes in world.lanes.get(jobs):
+        told = [each for call in world.store.expected for each in call]
+        assert told == [job.name for job in jobs][: min(len(codes) + AHEAD, len(jobs))]
+    assert len(codes) == len(jobs)
 
 
 def test_what_cannot_be_removed_fails_and_is_tried_again(world):
@@ -295,11 +322,12 @@ def test_each_call_is_between_two_beats_of_its_lane(world):
     put, get = world.store.put, world.store.get
     world.store.put = lambda *a: seen.append(list(world.beats)) or put(*a)
     world.store.get = lambda *a: seen.append(list(world.beats)) or get(*a)
+    world.store.expect = lambda names: seen.append(list(world.beats))
     store_pages(world, [0])
     assert seen[-1][-1] == PUT and len(seen[-1]) % 2 == 1 and world.beats[-1] == PUT
     world.beats.clear()
     read(world, [Job(9, name(0))])
-    assert seen[-1] == [GET] and world.beats == [GET, GET]
+    assert seen[-2:] == [[GET], [GET] * 3] and world.beats == [GET] * 4
 
 
 def test_a_write_is_a_group_of_its_first_page(world):
