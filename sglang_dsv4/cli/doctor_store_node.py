@@ -77,7 +77,7 @@ class Node:
         for unit, (key, part) in enumerate(things):
             self._units[unit] = _content(object_name(key, part))
         pieces = [Piece(unit, part, key) for unit, (key, part) in enumerate(things)]
-        return self._timed(self._lanes.put(pieces, lambda _: None), len(pieces))
+        return self._timed(self._lanes.put(things[0][0], pieces, lambda _: None), len(pieces))
 
     def get(self, word: str) -> Done:
         """Gets them, and compares every byte."""
@@ -121,7 +121,7 @@ class Node:
         name = object_name(key, PAGE)
         code = self._get([name]).codes[0]
         self._units[0] = _content(name)
-        again = self._timed(self._lanes.put([Piece(0, PAGE, key)], lambda _: None), 1).codes == [Code.OK]
+        again = self._timed(self._lanes.put(key, [Piece(0, PAGE, key)], lambda _: None), 1).codes == [Code.OK]
         return code, again and self._get([name])[0] == [Code.OK]
 
     def remove(self, word: str) -> None:

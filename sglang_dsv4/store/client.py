@@ -29,14 +29,15 @@ from sglang_dsv4.store.tickets import LIMITS, Event, Limits, Stage, Ticket, Tick
 from sglang_dsv4.store.wire import (
     MAIL,
     MOST_BYTES,
+    NO_GROUP,
     Kind,
     Piece,
     Question,
     Spot,
     pack,
-    pack_pieces,
     pack_question,
     pack_spots,
+    pack_write,
     unpack,
 )
 
@@ -122,13 +123,17 @@ class StoreClient:
             return ()
         return self._look()
 
-    def write(self, pieces: Sequence[Piece]) -> int | None:
-        """Has the units of ``pieces`` stored, in this order. Returns the ticket, or None: refused, nothing happened."""
+    def write(self, pieces: Sequence[Piece], group: bytes = NO_GROUP) -> int | None:
+        """Has the units of ``pieces`` stored, in this order. Returns the ticket, or None: refused, nothing happened.
+
+        group: a key, of all that a store may evict as one.
+        """
         if self.state is not State.UP or not self._tickets.takes_write(len(pieces), self._clock()):
             self.counts["refused"] += 1
             return None
         ticket = Ticket(self._tickets.next_number, Stage.WRITE, [piece.unit for piece in pieces])
-        return self._open(ticket, pack(Kind.WRITE, ticket.number, len(pieces), pack_pieces(pieces)))
+        body = pack_write(group, pieces)
+        return self._open(ticket, pack(Kind.WRITE, ticket.number, len(pieces), body))
 
     def ask(self, question: Question, tokens: Buffer) -> int | None:
         """Asks what is stored of ``tokens``, int64 below 2^31. Returns as ``write`` does.

@@ -106,19 +106,19 @@ class Lanes:
 
     # Writes
 
-    def put(self, pieces: Sequence[Piece], copied: Callable[[int], None]) -> Iterator[list[Code]]:
+    def put(self, group: bytes, pieces: Sequence[Piece], copied: Callable[[int], None]) -> Iterator[list[Code]]:
         """Stores the units of ``pieces``, in their order, and yields the codes so far after each batch.
 
-        copied: called with a number of pieces, the first ones, whose units may have another owner from now on.
+        group: a key, of all that a backend may evict as one. copied: called with a number of pieces, the first ones,
+        whose units may have another owner from now on.
         """
         jobs = [Job(piece.unit, object_name(piece.key, piece.part)) for piece in pieces]
-        group = pieces[0].key.hex() if pieces else ""
         known = self._stored([job.name for job in jobs])
         codes: list[Code] = []
         for batch in _batches(jobs):
             told, fresh = self._fill(batch, known)
             copied(len(codes) + len(batch))
-            told |= self._put(fresh, group)
+            told |= self._put(fresh, group.hex())
             codes += [told[job.name] for job in batch]
             yield codes
 

@@ -90,12 +90,12 @@ class Putter:
     def run(self) -> None:
         """Returns after a None."""
         while (packet := self._inbox.get()) is not None:
-            self._store(packet.ticket, list(wire.unpack_pieces(packet.body)))
+            self._store(packet.ticket, *wire.unpack_write(packet.body))
 
-    def _store(self, ticket: int, pieces: list[wire.Piece]) -> None:
+    def _store(self, ticket: int, group: bytes, pieces: list[wire.Piece]) -> None:
         codes: list[Code] = []
         try:
-            for done in self._lanes.put(pieces, partial(self._channel.send, Kind.COPIED, ticket)):
+            for done in self._lanes.put(group, pieces, partial(self._channel.send, Kind.COPIED, ticket)):
                 codes = done
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the ticket has to end
             self._channel.raised(error, ticket)

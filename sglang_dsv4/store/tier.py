@@ -74,9 +74,10 @@ class Patience(NamedTuple):
 
 @dataclass(eq=False)
 class Write:
-    """Holds one slice of a point."""
+    """Holds one slice of a point. group: the key of that point, of the rank with the client."""
 
     copy: HostCopy
+    group: bytes = b""
     pieces: list[Piece] = field(default_factory=list)  # of the rank with the client
 
 
@@ -309,8 +310,9 @@ class Tier:
         self._sent.update(pages)
         number = self._number(write)
         if self._client is not None:
+            write.group = self._keys.of(point.page)
             write.pieces = [Piece(page, PAGE, self._keys.of(page)) for page in pages]
-            write.pieces += [Piece(unit, part, self._keys.of(point.page)) for part, unit in enumerate(tail, PAGE + 1)]
+            write.pieces += [Piece(unit, part, write.group) for part, unit in enumerate(tail, PAGE + 1)]
             self._to_send.append(number)
 
     def _send_writes(self, client: StoreClient) -> None:
@@ -322,7 +324,7 @@ class Tier:
             if not self._memory.tickets.is_over(write.copy.lease.ticket):
                 return
             self._to_send.popleft()
-            ticket = client.write(write.pieces)
+            ticket = client.write(write.pieces, write.group)
             if ticket is None:
                 self.counters.add("units", len(write.pieces), "put", "dropped")
                 self._to_tell.append(Told(number, What.FAILED))

@@ -1,6 +1,6 @@
 """Packs the messages between a scheduler and its store process, one packet of a SOCK_SEQPACKET socket each.
 
-    scheduler -> process   HELLO json | WRITE t piece* | ASK t question | LOAD t spot* | DROP t | DRAIN milliseconds
+    scheduler -> process   HELLO json | WRITE t key piece* | ASK t question | LOAD t spot* | DROP t | DRAIN milliseconds
     process -> scheduler   READY json | COPIED t n | STORED t code* | FOUND t end | LOADED t code* | OOPS t text | BYE
 
 So a message is whole or absent, however a process ends. Beside the socket both map one shared memory: words that either
@@ -17,6 +17,7 @@ from typing import NamedTuple
 HEAD = struct.Struct("<BxxxIQ")  # kind, count, ticket
 MOST_BYTES = 1 << 17  # of a packet
 KEY_BYTES = 32
+NO_GROUP = bytes(KEY_BYTES)
 
 # Words of the shared memory, int64 by offset in bytes, a cache line each; the token ids lie behind CONTROL.
 MAIL, PUT, GET = 0, 64, 128  # packets that the process sent; steps of its writes, of its reads
@@ -105,14 +106,14 @@ def unpack(raw: bytes) -> tuple[Kind, int, int, bytes]:
     return Kind(kind), ticket, count, raw[HEAD.size :]
 
 
-def pack_pieces(pieces: Iterable[Piece]) -> bytes:
-    """Packs the body of a WRITE."""
-    return b"".join([_PIECE.pack(*piece) for piece in pieces])
+def pack_write(group: bytes, pieces: Iterable[Piece]) -> bytes:
+    """Packs the body of a WRITE. group: a key; a store that can evicts what has the same one together."""
+    return group + b"".join([_PIECE.pack(*piece) for piece in pieces])
 
 
-def unpack_pieces(body: bytes) -> Iterator[Piece]:
-    """Yields the pieces of a WRITE."""
-    return map(Piece._make, _PIECE.iter_unpack(body))
+def unpack_write(body: bytes) -> tuple[bytes, list[Piece]]:
+    """Returns group and pieces of a WRITE."""
+    return body[:KEY_BYTES], [Piece._make(each) for each in _PIECE.iter_unpack(body[KEY_BYTES:])]
 
 
 def pack_spots(spots: Iterable[Spot]) -> bytes:
@@ -135,5 +136,5 @@ def unpack_question(body: bytes) -> Question:
     return Question._make(_QUESTION.unpack(body))
 
 
-MOST_PIECES = (MOST_BYTES - HEAD.size) // _PIECE.size
+MOST_PIECES = (MOST_BYTES - HEAD.size - KEY_BYTES) // _PIECE.size
 MOST_SPOTS = (MOST_BYTES - HEAD.size) // _SPOT.size

@@ -17,7 +17,7 @@ class MemoryStore:
     """Objects by name; it outlives the clients."""
 
     def __init__(self):
-        self.objects = {}
+        self.objects, self.groups = {}, {}
 
 
 class MemoryClient:
@@ -50,7 +50,8 @@ class MemoryClient:
             self.events.append(Event("failed", ticket, "died", one.units[one.back :]))
         self.open.clear()
 
-    def write(self, pieces):
+    def write(self, pieces, group):
+        self.store.groups.update((object_name(piece.key, piece.part), group) for piece in pieces)
         return self._open(stage="write", pieces=list(pieces), units=[piece.unit for piece in pieces])
 
     def ask(self, question, tokens):

@@ -80,7 +80,7 @@ class Served:
             self.units[unit] = thing.content(self.units.shape[1])
         pieces = [Piece(unit, thing.part, thing.key) for unit, thing in enumerate(things)]
         told = [0]
-        codes = last_of(self._lanes.put(pieces, told.append), len(things))
+        codes = last_of(self._lanes.put(things[0].key, pieces, told.append), len(things))
         assert Code.FAILED in codes or told[-1] == len(things), "not all units are said to be copied"
         return codes
 

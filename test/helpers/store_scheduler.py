@@ -100,7 +100,7 @@ class Scheduler:
         self.sock.send(wire.pack(kind, ticket, count, body))
 
     def write(self, ticket, pieces):
-        self.send(Kind.WRITE, ticket, len(pieces), wire.pack_pieces(pieces))
+        self.send(Kind.WRITE, ticket, len(pieces), wire.pack_write(wire.NO_GROUP, pieces))
 
     def ask(self, ticket, prompt, have=0, first=0, at=0):
         ids = prompt.ids

@@ -49,6 +49,8 @@ MUTANTS = (
     *seeded("engine/plain/sessions.py", "store/test_lives.py::test_a_shared_prompt_does_not_wait_for_its_answer",
         ("shared-prompt-waits", "        if _hints(plain.sessions, req).share:\n", "        if False:\n")),
     *seeded("store/tier.py", "store/test_tier_bounds.py",
+        ("each-slice-a-group", "client.write(write.pieces, write.group)",
+         "client.write(write.pieces, write.pieces[0].key)"),
         ("equal-prompts-read-once-each", "if isinstance(one, Ask) and one.covers(ask, self._page):", "if False:"),
         ("role-switch-loses-units", "        if self._together(reaped):\n", "        if False:\n"),
         ("units-of-a-process-that-lives-are-reused", "        if self._together(reaped):\n", "        if True:\n")),

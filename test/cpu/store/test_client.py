@@ -20,9 +20,9 @@ from sglang_dsv4.store.wire import (
     Code,
     Kind,
     Spot,
-    unpack_pieces,
     unpack_question,
     unpack_spots,
+    unpack_write,
 )
 
 
@@ -134,9 +134,10 @@ def test_a_death_without_a_packet_is_seen(opens, pause):
 def test_write_is_sent_copied_and_stored():
     played = Played().up()
     sent = pieces(3, 9, 4, 1)
-    ticket = played.client.write(sent)
+    key = bytes(range(32))
+    ticket = played.client.write(sent, key)
     ((kind, number, count, body),) = played.life.read()
-    assert (kind, number, count, list(unpack_pieces(body))) == (Kind.WRITE, ticket, 4, sent)
+    assert (kind, number, count, unpack_write(body)) == (Kind.WRITE, ticket, 4, (key, sent))
     played.life.say(Kind.COPIED, ticket, 1)
     played.life.say(Kind.COPIED, ticket, 3)
     assert played.passes() == [("copied", ticket, 1, [3]), ("copied", ticket, 3, [9, 4])]

@@ -13,6 +13,7 @@ from sglang_dsv4.store.wire import GET, PUT, Code, Piece, Question
 
 UNIT, UNITS, TAIL = 4096, 80, 3
 POISON = 0xA5
+GROUP = bytes(range(32))
 
 
 class Store:
@@ -88,7 +89,7 @@ def write(world, pieces):
             world.units[piece.unit] = POISON
         told.append(count)
 
-    *_, codes = world.lanes.put(pieces, copied)
+    *_, codes = world.lanes.put(GROUP, pieces, copied)
     assert told == sorted(told) and told[-1] == len(pieces)
     return codes
 
@@ -121,20 +122,23 @@ def test_a_unit_is_in_the_ring_when_it_is_said_to_be_copied(world):
     pieces = [Piece(unit, 0, key(unit)) for unit in range(5)]
     wanted = world.units[:5].copy()
     seen = []
-    list(world.lanes.put(pieces, lambda n: seen.append([world.ring.payload(slot).copy() for slot in range(n)])))
+    list(world.lanes.put(GROUP, pieces, lambda n: seen.append([world.ring.payload(slot).copy() for slot in range(n)])))
     assert (np.array(seen[0]) == wanted).all()
 
 
 def test_units_are_released_before_the_backend_is_called(world):
     order = []
     world.store.put = lambda names, slots, group: order.append("put") or [True] * len(names)
-    list(world.lanes.put([Piece(0, 0, key(0))], lambda n: order.append("copied")))
+    list(world.lanes.put(GROUP, [Piece(0, 0, key(0))], lambda n: order.append("copied")))
     assert order == ["copied", "put"]
 
 
 def test_codes_grow_a_batch_at_a_time(world):
     pieces = [Piece(unit, 0, key(unit)) for unit in range(BATCH + 1)]
-    assert [len(codes) for codes in [list(c) for c in world.lanes.put(pieces, lambda n: None)]] == [BATCH, BATCH + 1]
+    assert [len(codes) for codes in [list(c) for c in world.lanes.put(GROUP, pieces, lambda n: None)]] == [
+        BATCH,
+        BATCH + 1,
+    ]
     jobs = [Job(unit, name(unit)) for unit in range(BATCH + 1)]
     assert [len(codes) for codes in [list(c) for c in world.lanes.get(jobs)]] == [BATCH, BATCH + 1]
 
@@ -253,7 +257,7 @@ def test_what_is_known_is_not_put_nor_asked_for_again(world):
 
 def test_what_another_put_is_found_and_not_put(world):
     other = Lanes(world.units.reshape(-1), UNIT, TAIL, world.store, world.ring, world.secret, lambda lane: None)
-    list(other.put([Piece(0, 0, key(0))], lambda n: None))
+    list(other.put(GROUP, [Piece(0, 0, key(0))], lambda n: None))
     world.store.calls.clear()
     assert write(world, [Piece(0, 0, key(0)), Piece(1, 0, key(1))]) == [Code.KNOWN, Code.OK]
     assert [names for call, names in world.store.calls if call == "put"] == [(name(1),)]
@@ -330,9 +334,9 @@ def test_each_call_is_between_two_beats_of_its_lane(world):
     assert seen[-2:] == [[GET], [GET] * 3] and world.beats == [GET] * 4
 
 
-def test_a_write_is_a_group_of_its_first_page(world):
+def test_all_batches_of_a_write_have_its_group(world):
     store_pages(world, range(BATCH + 1))
-    assert world.store.groups == [key(0).hex()] * 2
+    assert world.store.groups == [GROUP.hex()] * 2
 
 
 # Questions
@@ -341,9 +345,9 @@ def test_a_write_is_a_group_of_its_first_page(world):
 def store_point(world, end, pages=None, parts=TAIL):
     """Writes the pages before ``end`` and its window, straight into the store."""
     for number in range(end) if pages is None else pages:
-        list(world.lanes.put([Piece(0, 0, key(number))], lambda n: None))
+        list(world.lanes.put(GROUP, [Piece(0, 0, key(number))], lambda n: None))
     for part in range(TAIL - parts + 1, TAIL + 1):
-        list(world.lanes.put([Piece(0, part, key(end - 1))], lambda n: None))
+        list(world.lanes.put(GROUP, [Piece(0, part, key(end - 1))], lambda n: None))
 
 
 @pytest.fixture(params=[False, True], ids=["exists", "by reading"])

@@ -60,7 +60,7 @@ while True:
         break
     kind, ticket, count, body = unpack(raw)
     if kind is Kind.WRITE:
-        for number, piece in enumerate(unpack_pieces(body), 1):
+        for number, piece in enumerate(unpack_write(body)[1], 1):
             time.sleep(0.002 if mode == "slow" else 0)
             name(piece.key, piece.part).write_bytes(arena[bytes_of(piece.unit)])
             words[PUT // 8] += 1

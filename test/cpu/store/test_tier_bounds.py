@@ -26,16 +26,31 @@ def test_a_slice_that_was_refused_comes_again_though_later_ones_were_stored(monk
     life = Life(store)
     real, calls = life.client.write, 0
 
-    def write(pieces: list) -> int | None:
+    def write(pieces: list, group: bytes) -> int | None:
         nonlocal calls
         calls += 1
-        return None if calls == 1 else real(pieces)
+        return None if calls == 1 else real(pieces, group)
 
     life.client.write = write
     for pages in (9, 10, 11, 12):
         life.finish(1, pages)
         life.passes(6)
     assert read_again(store, 12) == 12
+
+
+def test_what_one_turn_adds_is_a_group_whatever_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that evicts a slice alone keeps the rest for nobody."""
+    monkeypatch.setattr(tier_module, "SLICE", 4)
+    store = MemoryStore()
+    life = Life(store)
+    life.finish(1, 11)
+    life.passes(9)
+    first = dict(store.groups)
+    assert len(first) == 11 + life.sessions.in_tail and len(set(first.values())) == 1
+    life.finish(1, 16)
+    life.passes(9)
+    added = {name: group for name, group in store.groups.items() if name not in first}
+    assert len(added) == 5 + life.sessions.in_tail and len({*added.values(), *first.values()}) == 2
 
 
 @pytest.mark.parametrize("lost", ["pages", "all"])
