@@ -13,6 +13,8 @@ Answers after retracts must be as likely as the control's, the damaged ones must
 with as many forced retracts answers them, too, and the tokens that its recompute changes are counted.
 --plain: one server that does both; the engine checks its memory at every step. What the prefix tree still has is not
 loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree. The control stands beside it.
+--choices: answers return which experts each token chose. The control says what it chooses for the same tokens: after
+retracts there may be no other difference than without, and one must be seen where copies lose their rows of choices.
 --turns: all prompts are answered, then all go on behind their answers, and so on, on a plain server or a pair. A plain
 server keeps sessions, the prefill server of a pair where DSV4_SESSIONS asks it to: these turns must go on from the
 host, each load compared, and after a flush nothing may be held. --turns and --keep-tree keep the tree.
@@ -34,9 +36,10 @@ from typing import Any
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SECONDS, number, readable_file
-from sglang_dsv4.livetest import score, servers
+from sglang_dsv4.livetest import choices, score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, check_lengths
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
+from sglang_dsv4.livetest.zeroing import CHOICES
 from sglang_dsv4.settings import read_settings
 
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
@@ -74,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--zero", metavar="FAMILY", nargs="+", default=["swa_kv"], help="damage the scored answers by each of these"
     )
+    parser.add_argument("--choices", action="store_true", help="compare the experts of each token of scored answers")
     parser.add_argument("--recompute", action="store_true", help="score a plain stock server under retracts, too")
     parser.add_argument("--beside", action="store_true", help="start plain servers at once, where the GPU has room")
     parser.add_argument("--stock", action="store_true", help="the engine without this package")
@@ -123,6 +127,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
     wanted = SCORED if arguments.score is None else arguments.score
     arguments.score = min(wanted, arguments.requests) if can_score else 0
+    if arguments.choices:
+        if arguments.attach or not arguments.score:
+            parser.error("--choices: of scored answers of servers started here (--plain, --transfer nixl)")
+        arguments.row = choices.Shape.of(arguments.model_path)
+        arguments.server.insert(0, choices.SWITCH)
+        arguments.zero = [*arguments.zero, CHOICES]
     arguments.beside |= arguments.plain and bool(arguments.score) and not arguments.attach  # a start takes a minute
     return arguments
 
@@ -220,8 +230,11 @@ def score_rows(
 ) -> list[dict[str, Any]]:
     """Returns the scores of the first answers: of plain servers, after retracts, and with each family zeroed."""
     runs = {name: run.answers for name, run in found.again.items()}
-    first = {score.RETRACTS: found.run.answers[: arguments.score]}
-    return score.score_all(arguments, load.first(arguments.score), urls, first | runs)
+    first, some = {score.RETRACTS: found.run.answers[: arguments.score]}, load.first(arguments.score)
+    if not arguments.choices:
+        return score.score_all(arguments, some, urls, first | runs)
+    control = choices.Control(urls[score.CONTROL], some, arguments)
+    return score.score_all(arguments, some, urls, first | runs, control.compared)
 
 
 def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespace], Load] = Load.of) -> int:
@@ -241,6 +254,9 @@ def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespac
             results.show(scores)
             rows += scores
             bounds += score.judge(scores, arguments.score, within=arguments.within)
+            if arguments.choices:
+                wrong = choices.misshapen(found.run.answers, arguments.row)
+                bounds += choices.judge(scores, arguments.score, wrong)
     return results.finish(arguments, rows, bounds)
 
 

@@ -24,6 +24,7 @@ STALLED = 30  # seconds in which a server that lives says something
 # Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
 SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 FOLLOW_UP = (20, 60)  # tokens that a turn puts behind the answer before it
+ASKS_CHOICES = {"return_routed_experts": True}  # in the body of a request
 OUTCOMES = (
     "whole",  # exactly the tokens asked for
     "too_many",  # tokens, as where one was sent twice
@@ -48,6 +49,7 @@ class Answer:
     prompt: int = 0  # tokens of its prompt
     cached: int = 0  # those of them that the prefix tree had
     on_host: int = 0  # those of them that sessions, or a hierarchical cache, brought back from the host
+    choices: str = ""  # base64 of the experts of each token but the last, where the request asked for them
 
 
 def count_outcomes(answers: Sequence[Answer]) -> dict[str, int]:
@@ -181,7 +183,8 @@ class Run:
             print(f"  {label}: {self.done}/{total} requests", flush=True)
 
     def _one(self, number: int) -> Answer:
-        return self.ask(self.load.prompts[number], self.load.new_tokens[number], number)
+        asked = ASKS_CHOICES if getattr(self.arguments, "choices", False) else None
+        return self.ask(self.load.prompts[number], self.load.new_tokens[number], number, asked)
 
     def ask(self, prompt: list[int], new_tokens: int, number: int, more: Mapping[str, Any] | None = None) -> Answer:
         """Sends one request. number: of its transfer room, from the run's first one on. more: fields of its body."""
@@ -236,6 +239,7 @@ class Run:
                     answer.cached = chunk["meta_info"].get("cached_tokens", 0)
                     answer.on_host = (chunk["meta_info"].get("cached_tokens_details") or {}).get("host", 0)
                 answer.arrived.append((now, count))
+                answer.choices = chunk["meta_info"].get("routed_experts") or ""  # the last chunk has them
                 # As the server was started, a chunk has all tokens so far (more: one was sent twice), or the new ones.
                 answer.tokens = tokens if len(tokens) >= count else list(added)
                 last = now

@@ -15,14 +15,14 @@ import http.client
 import itertools
 import statistics
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Answer, Load, Run
-from sglang_dsv4.livetest.zeroing import OFF
+from sglang_dsv4.livetest.zeroing import CHOICES, OFF
 
 UNLIKELY = -4.0  # the log probability of a token that the model would hardly say
 # How far the mean, and the share of unlikely tokens, may be from the control's.
@@ -199,13 +199,17 @@ def control_server(arguments: Namespace) -> Iterator[servers.Server]:
 
 
 def score_all(
-    arguments: Namespace, load: Load, urls: Mapping[str, str], runs: Mapping[str, Sequence[Answer]]
+    arguments: Namespace,
+    load: Load,
+    urls: Mapping[str, str],
+    runs: Mapping[str, Sequence[Answer]],
+    more: Callable[[Sequence[Answer]], Mapping[str, Any]] = lambda answers: {},
 ) -> list[dict[str, Any]]:
     """Returns a row for the plain servers' own answers to ``load``, the control's first, and one for those of each of
     ``runs``.
 
     ``runs`` has RETRACTS; each row says how many of its answers, and of their tokens, are unlike the control's and
-    unlike those.
+    unlike those. more: makes further columns from a run's answers.
     """
     where = dict(urls) | ({CONTROL_AGAIN: urls[CONTROL]} if RECOMPUTED in urls else {})
     given: dict[str, Sequence[Answer]] = {
@@ -221,7 +225,7 @@ def score_all(
             row |= fall(each[name], [each[UNDISTURBED]])
         for other in (CONTROL, RETRACTS):
             row |= unlike(other, given[other], answers)
-        rows.append(row)
+        rows.append(row | dict(more(answers)))
     return rows
 
 
@@ -247,7 +251,7 @@ def judge(
     """
     by_name = {row["run"].removeprefix("score of "): row for row in rows}
     control = by_name.pop(CONTROL)
-    for unjudged in (CONTROL_AGAIN, RETRACTS_AGAIN, RECOMPUTED):
+    for unjudged in (CONTROL_AGAIN, RETRACTS_AGAIN, RECOMPUTED, f"{CHOICES}{DAMAGED}"):  # choices say no token
         by_name.pop(unjudged, None)
     undisturbed = by_name.pop(UNDISTURBED, None)
     least, damaged = (f"{control['mean'] - slack:.4f}" for slack in (within, MEAN_SLACK))

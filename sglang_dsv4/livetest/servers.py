@@ -218,12 +218,18 @@ def model_path(text: str) -> str:
 
 
 def hidden_size(model: str) -> int:
-    """Returns the config of the model in a folder here. Raises CommandError where its config does not say."""
+    """Returns the width of the model in a folder here. Raises CommandError as ``of_config``."""
+    return of_config(model, "hidden_size")[0]
+
+
+def of_config(model: str, *names: str) -> list[int]:
+    """Returns numbers of the config of the model in a folder here. Raises CommandError where it does not say them."""
     try:
-        return int(json.loads((Path(model) / "config.json").read_text())["hidden_size"])
+        config = json.loads((Path(model) / "config.json").read_text())
+        return [int(config[name]) for name in names]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        message = f"--model-path {model}: a folder with a config.json and its hidden_size is needed here ({error!r})"
-        raise CommandError(message) from error
+        said = f"a folder with a config.json and its {', '.join(names)} is needed here ({error!r})"
+        raise CommandError(f"--model-path {model}: {said}") from error
 
 
 def ranks(given: Sequence[str]) -> int:

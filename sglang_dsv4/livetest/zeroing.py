@@ -4,6 +4,7 @@ One word in a file, read at every load, says which:
 
     off         nothing
     <family>    that family's bytes of the copy are zero before they are loaded
+    choices     the rows of recorded choices are, and no byte of the cache
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_dsv4.hostmem.memory import HostCopy
 
 OFF = "off"  # the word that leaves every load as it is
+CHOICES = "choices"
 
 
 def switched_by(word: Path) -> dict[str, str]:
@@ -44,12 +46,14 @@ def install(file: Path) -> None:
 
 
 def zero(copy: HostCopy, name: str) -> int:
-    """Zeroes the bytes of family ``name`` in ``copy``, every layer, row and plane; returns how many. ValueError: no
-    such one.
+    """Zeroes the bytes of family ``name`` in ``copy``, every layer, row and plane, or its rows of CHOICES; returns how
+    many. ValueError: no such one.
     """
     from sglang_dsv4.cache.packed import PackedPage  # noqa: PLC0415 - as above
     from sglang_dsv4.transfer.reference import put_tail, tail_image  # noqa: PLC0415
 
+    if name == CHOICES:
+        return sum(copy.memory.host_rows[unit].zero_().numel() for unit in copy.pages(copy.begins))
     family = next((family for family in copy.memory.families if family.name == name), None)
     if family is None:
         raise ValueError(f"no cache family {name!r}")

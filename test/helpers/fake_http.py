@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import socket
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,6 +41,15 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+LAYERS, EXPERTS = 6, 6  # of the tiny checkpoint; its first layer chooses by the token's id
+
+
+def row_of(tokens: list[int]) -> list[int]:
+    """Returns the experts that the last one of ``tokens`` chooses, layer by layer."""
+    seeds = [tokens[-1], *(31 * sum(tokens) + 17 * layer for layer in range(1, LAYERS))]
+    return [(seed + 40 * place) % 256 for seed in seeds for place in range(EXPERTS)]
+
+
 class Decode(Handler):
     """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly.
 
@@ -53,6 +65,15 @@ class Decode(Handler):
     def answer(self, prompt: list[int], count: int) -> list[int]:
         """Returns these servers' answer behind ``prompt``."""
         return [sum(prompt) % 97 + i for i in range(count)]
+
+    def choices(self, tokens: list[int], prompt: int) -> list[list[int]]:
+        """Returns the recorded choices of ``tokens``. A decode server has seen no prompt: its rows are somebody's."""
+        seen = prompt if "bootstrap_room" in self.body() else 0
+        return [row_of(tokens[: end + 1]) if end >= seen else [1] * LAYERS * EXPERTS for end in range(len(tokens) - 1)]
+
+    def encoded(self, tokens: list[int], prompt: int) -> str:
+        """Returns ``choices`` as the engine sends them."""
+        return base64.b64encode(array("i", itertools.chain(*self.choices(tokens, prompt)))).decode()
 
     def do_GET(self) -> None:
         self.begin()
@@ -79,15 +100,26 @@ class Decode(Handler):
             if end == 2 and what == "hang":
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
+            if end == count and body.get("return_routed_experts"):
+                meta["routed_experts"] = self.encoded([*body["input_ids"], *tokens], len(body["input_ids"]))
             self.chunk({"output_ids": ids, "meta_info": meta})
         self.wfile.write(b"data: [DONE]\n\n")
 
 
 class Plain(Decode):
-    """Answers as ``Decode`` does, and scores: -1 for a token of its own answer, -15 for another."""
+    """Answers as ``Decode`` does, and scores: -1 for a token of its own answer, -15 for another.
+
+    What does not stream and asks for choices gets those of its prompt.
+    """
 
     def do_POST(self) -> None:
         body = self.body()
+        if body.get("return_routed_experts") and not body.get("stream"):
+            self.begin()
+            prompt, cached = body["input_ids"], 0 if body["extra_key"] else len(body["input_ids"])
+            facts = {"routed_experts": self.encoded([*prompt, 0], len(prompt)), "cached_tokens": cached}
+            self.wfile.write(json.dumps({"meta_info": facts}).encode())
+            return
         if not body.get("return_logprob"):
             super().do_POST()
             return

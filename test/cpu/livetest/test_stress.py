@@ -41,8 +41,20 @@ class Running(Decode):
         return found
 
     def answer(self, prompt, count):
-        off = self.word is not None and self.word.read_text() != "off"
-        return [token + off for token in super().answer(prompt, count)]
+        return [token + (self.said() not in {"off", "choices"}) for token in super().answer(prompt, count)]
+
+    def choices(self, tokens, prompt):
+        """As the word says, a load has lost what was recorded until then."""
+        found = super().choices(tokens, prompt)
+        lost = prompt + 2 if self.said() == "choices" else 0
+        return self.change([[0] * len(found[0])] * lost + found[lost:])
+
+    @staticmethod
+    def change(rows):
+        return rows
+
+    def said(self):
+        return "off" if self.word is None else self.word.read_text()
 
     def do_POST(self) -> None:
         if self.path.startswith("/flush_cache"):
@@ -362,6 +374,52 @@ def test_a_row_of_the_benchmarks_runs_to_its_end(run, launched, monkeypatch, nam
     assert tested.given[-len(words[end + 1 :]) :] == words[end + 1 :]
     monkeypatch.setattr(Running, "bad", dict.fromkeys((0, 1), "short"))
     assert missed_by(run(*command)[1])[0].startswith("whole answers")
+
+
+CHOICES = ["--model-path", "tools/tiny_checkpoint/v4", "--choices", "--score", "4"]
+WAYS = {"pair": ["--transfer", "nixl"], "plain": ["--plain", "--at-least", "17"]}
+BY_TOKEN = "positions that chose otherwise by token id"
+FOREIGN, ZEROED = "share of foreign positions, after retracts", "share of foreign positions, choices zeroed"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_choices_are_compared_where_they_are_recorded(run, launched, way):
+    """A decode server has none of a prompt. The choices of zeroed copies are seen, and their tokens are as likely."""
+    Running.held_by_rank = (0, 0)
+    status, found = run(*CHOICES, *WAYS[way])
+    assert status == 0, missed_by(found)
+    rows = {row["run"].removeprefix("score of "): row for row in found["rows"][1:]}
+    prompts = [answer.prompt for answer in found_answers(run)]
+    control, zeroed = rows["control"], rows["choices zeroed"]
+    assert control["choices_compared"] == zeroed["choices_compared"] == 4 and control["foreign"] == 0
+    assert control["positions"] == control["tokens"] - 4 + sum(prompts) * (way == "plain")
+    assert zeroed["foreign"] == zeroed["by_token_differ"] / zeroed["positions"] > 0.05 and zeroed["mean"] == -1
+    assert all("--enable-return-routed-experts" in server.given for server in launched.values())
+
+
+def found_answers(run) -> list[load.Answer]:
+    """The first scored requests of the command's load."""
+    words = ["--model-path", "m", "--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8"]
+    return [load.Answer("whole", prompt=len(prompt)) for prompt in load.Load.of(stress.parse(words)).prompts[:4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        (lambda rows: rows[1:] + rows[-1:], [BY_TOKEN, FOREIGN, "share of experts swapped, after retracts"]),
+        (lambda rows: [*rows[:-1], [9] * len(rows[0])], [BY_TOKEN, FOREIGN]),
+        (lambda rows: rows[1:], ["whole answers without a row", "choices compared, answers after retracts", ZEROED]),
+        (lambda rows: [], ["whole answers without a row", "choices compared, answers after retracts", ZEROED]),
+    ],
+    ids=["shifted", "last row foreign", "one lost", "none"],
+)  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("launched")
+def test_a_server_that_returns_wrong_choices_misses_its_bounds(run, monkeypatch, way, change, missed):
+    Running.held_by_rank = (0, 0)
+    monkeypatch.setattr(Running, "change", staticmethod(change))
+    found = missed_by(run(*CHOICES, *WAYS[way])[1])
+    assert all(any(name.startswith(part) for name in found) for part in missed), found
 
 
 GOOD = {

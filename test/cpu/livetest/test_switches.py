@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import hold_resumes as holding
@@ -9,7 +10,7 @@ import oracle
 import pytest
 import torch
 from pool_fixture import make_world
-from server_fixture import World
+from server_fixture import SPEC, World
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
@@ -82,6 +83,23 @@ def test_one_family_is_zero_and_every_other_exact(world, monkeypatch, tmp_path, 
 
 def test_without_a_family_a_load_is_exact(world, monkeypatch, tmp_path):
     oracle.compare(*rows_after(world, monkeypatch, tmp_path, OFF))
+
+
+@pytest.mark.parametrize("word", [zeroing.CHOICES, OFF])
+def test_recorded_choices_alone_are_zero(monkeypatch, tmp_path, word):
+    file = tmp_path / "word"
+    file.write_text(word)
+    monkeypatch.setattr(CopyService, "_load", CopyService._load)
+    zeroing.install(file)
+    world = World(replace(SPEC, server_args={"enable_return_routed_experts": True}))
+    (recorded,) = world.choices.buffers
+    req = world.admit(TOKENS)
+    oracle.fill(world.pool, seed=7)
+    before, old = world.read(req), recorded.random_(1, 200)[world.slots(req)].clone()
+    world.park(req)
+    recorded.fill_(7)
+    assert world.resume() == [req] and world.read(req) == before
+    assert torch.equal(recorded[world.slots(req)], old if word == OFF else torch.zeros_like(old))
 
 
 @pytest.mark.parametrize("family", ["c4_kv", "swa_kv", OFF])
