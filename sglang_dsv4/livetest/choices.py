@@ -6,6 +6,7 @@ has read: the experts of each layer. The control is sent prompt and answer as on
 In most layers rounding swaps an expert for the next best, so the rows of the control's own answers differ from those of
 its prefill, too. Such rows have most experts in common. The row of another token, or no row, has nearly none: such a
 position is called foreign, and after retracts there may be hardly more of them than in the control's own answers.
+That a row which is off by one position would be foreign is seen from the control's rows themselves.
 
 The first layers choose by the token's id, and must be equal in every position. (Up to 0.5.23 the engine records nothing
 for them, and returns zeros; ``by_token_recorded`` counts positions that have more.)
@@ -37,6 +38,7 @@ FOREIGN_SLACK = 0.0005
 # Experts swapped beyond the control's share. Both servers decode in batches of as many requests, and are compared with
 # the same prefill. A fault that left every position half right would swap many more.
 SWAPPED_SLACK = 0.02
+TOLD_APART = 0.9  # of the control's positions, at least, would be foreign with the row of the next one
 SEEN = 0.05  # of all positions, at least, are foreign where each load zeroes the rows of its copy: a third or more
 
 
@@ -110,7 +112,7 @@ class Control:
             "choices_compared": counts["answers"],
             "positions": positions,
             **{name: counts[name] for name in ("by_token_differ", "by_token_recorded")},
-            "foreign": counts["foreign"] / max(1, positions),
+            **{name: counts[name] / max(1, positions) for name in ("foreign", "foreign_if_shifted")},
             "swapped": counts["swapped"] / max(1, free),
         }
 
@@ -120,8 +122,9 @@ class Control:
         if len(ours) != count or len(control) <= count:
             raise ValueError(f"{len(ours)} rows, of the control {len(control)}, where there should be {count}")
         counts = Counter({"answers": 1})
-        for one, other in zip(ours[first:], control[first:count], strict=True):
+        for one, other, after in zip(ours[first:], control[first:count], control[first + 1 : count + 1], strict=True):
             counts.update(self.shape.compare(one, other))
+            counts["foreign_if_shifted"] += self.shape.compare(after, other)["foreign"]
         return counts
 
     def _rows(self, tokens: Sequence[int]) -> list[array[int]]:
@@ -165,6 +168,9 @@ def judge(rows: Sequence[dict[str, Any]], wanted: int, wrong_rows: int) -> list[
         results.bound("whole answers without a row of choices for each token but the last", "<= 0", wrong_rows),
         results.bound("choices compared, answers of the control", f">= {wanted}", control["choices_compared"]),
         results.bound("choices compared, answers after retracts", f">= {wanted}", retracts["choices_compared"]),
+        results.bound(
+            "share of positions that a shift would make foreign", f">= {TOLD_APART}", control["foreign_if_shifted"]
+        ),
         results.bound("positions that chose otherwise by token id", "<= 0", retracts["by_token_differ"]),
         results.bound("share of foreign positions, after retracts", f"<= {most['foreign']:.6f}", retracts["foreign"]),
         results.bound("share of experts swapped, after retracts", f"<= {most['swapped']:.4f}", retracts["swapped"]),

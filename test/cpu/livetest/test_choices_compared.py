@@ -82,7 +82,7 @@ def test_whole_answers_with_too_few_or_too_many_rows_are_counted():
 def rows(**change: float) -> list[dict]:
     control = {"choices_compared": 60, "by_token_differ": 0, "foreign": 0.001, "swapped": 0.05}
     return [
-        {"run": "score of control", **control},
+        {"run": "score of control", **control, "foreign_if_shifted": change.pop("shifted", 0.99)},
         {"run": "score of retracts", **control, **change},
         {"run": "score of choices zeroed", **control, "foreign": change.pop("zeroed", 0.4)},
     ]
@@ -96,6 +96,7 @@ def rows(**change: float) -> list[dict]:
         ({"swapped": 0.071}, ["share of experts swapped, after retracts"]),
         ({"by_token_differ": 1}, ["positions that chose otherwise by token id"]),
         ({"choices_compared": 59}, ["choices compared, answers after retracts"]),
+        ({"shifted": 0.89}, ["share of positions that a shift would make foreign"]),
         ({"zeroed": 0.05}, ["share of foreign positions, choices zeroed"]),
     ],
 )
