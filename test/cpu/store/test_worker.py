@@ -255,7 +255,7 @@ def test_copied_units_may_be_written_at_once(start):
     one.check_units(PROMPT, END)
 
 
-def test_questions_pass_a_long_load_and_loads_take_turns(start):
+def test_questions_and_shorter_loads_pass_a_long_one(start):
     one = start("").ready()
     one.store(1, PROMPT, END)
     for ticket in (2, 3):
@@ -270,6 +270,22 @@ def test_questions_pass_a_long_load_and_loads_take_turns(start):
         kind, ticket, *_ = one.receive(20)
         order.append((kind, ticket))
     assert order == [(Kind.FOUND, 4), (Kind.LOADED, 3), (Kind.LOADED, 2)]
+
+
+def test_equal_loads_end_one_after_the_other(start):
+    """By turns each would end when all do."""
+    one = start("").ready()
+    one.store(1, PROMPT, END)
+    for ticket in (2, 3):
+        assert one.found(ticket, PROMPT) == END
+    obey(start, "hang 0.05")
+    calls = one.words[GET // 8]
+    for ticket in (2, 3):
+        one.load(ticket, [Spot(unit, 0, unit % END) for unit in range(3 * 16)])
+    assert one.codes(Kind.LOADED, 2) == [Code.OK] * 48
+    read = one.words[GET // 8] - calls
+    assert one.codes(Kind.LOADED, 3) == [Code.OK] * 48
+    assert read <= (one.words[GET // 8] - calls) // 2 + 2, "the second one begins when the first one ends"
 
 
 def test_a_dropped_load_answers_early_and_writes_nothing_behind_it(start):
