@@ -2,9 +2,12 @@
 
 import json
 import os
+import queue
 import select
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import lying_backend
 import numpy as np
@@ -12,7 +15,8 @@ import pytest
 from store_scheduler import TAIL, UNIT, Prompt, Scheduler, eventually, file_of
 
 from sglang_dsv4.store.seal import SEAL_BYTES
-from sglang_dsv4.store.wire import GET, MAIL, PUT, Code, Kind, Piece, Spot
+from sglang_dsv4.store.threads import Getter, Packet
+from sglang_dsv4.store.wire import GET, MAIL, PUT, Code, Kind, Piece, Question, Spot, pack_question, pack_spots
 
 END = 5
 PROMPT = Prompt(1, 7)
@@ -272,20 +276,29 @@ def test_questions_and_shorter_loads_pass_a_long_one(start):
     assert order == [(Kind.FOUND, 4), (Kind.LOADED, 3), (Kind.LOADED, 2)]
 
 
-def test_equal_loads_end_one_after_the_other(start):
-    """By turns each would end when all do."""
-    one = start("").ready()
-    one.store(1, PROMPT, END)
-    for ticket in (2, 3):
-        assert one.found(ticket, PROMPT) == END
-    obey(start, "hang 0.05")
-    calls = one.words[GET // 8]
-    for ticket in (2, 3):
-        one.load(ticket, [Spot(unit, 0, unit % END) for unit in range(3 * 16)])
-    assert one.codes(Kind.LOADED, 2) == [Code.OK] * 48
-    read = one.words[GET // 8] - calls
-    assert one.codes(Kind.LOADED, 3) == [Code.OK] * 48
-    assert read <= (one.words[GET // 8] - calls) // 2 + 2, "the second one begins when the first one ends"
+def test_loads_end_one_after_the_other_the_shortest_first():
+    """By turns all would end late."""
+    order, inbox = [], queue.SimpleQueue()
+
+    def get(jobs):
+        for done in range(16, len(jobs) + 1, 16):
+            order.append(len(jobs))
+            yield [Code.OK] * done
+
+    lanes = SimpleNamespace(chain=lambda *_: [bytes(32)], ask=lambda *_: 1, get=get)
+    channel = SimpleNamespace(send=lambda *_: None, codes=lambda kind, ticket, codes: order.append(f"end of {ticket}"))
+    question = pack_question(Question(bytes(32), 0, 0, 1, 1, 0, 0))
+    for ticket in range(1, 5):
+        inbox.put(Packet(Kind.ASK, ticket, question))
+    getter = Getter(lanes, channel, np.zeros(8, np.int32), inbox)
+    for _ in range(4):
+        getter._take_all()
+        getter._answer(getter._asks.popleft())
+    for ticket, count in ((1, 64), (2, 48), (3, 32), (4, 48)):
+        inbox.put(Packet(Kind.LOAD, ticket, pack_spots([Spot(0, 0, 0)] * count)))
+    threading.Timer(1.0, inbox.put, [None]).start()
+    getter.run()
+    assert order == [32, 32, "end of 3", *[48] * 3, "end of 2", *[48] * 3, "end of 4", *[64] * 4, "end of 1"]
 
 
 def test_a_dropped_load_answers_early_and_writes_nothing_behind_it(start):
