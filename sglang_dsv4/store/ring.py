@@ -9,6 +9,7 @@ The engine's backends ask a host pool for pages by index. Here a page is a slot 
 from __future__ import annotations
 
 import mmap
+import threading
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Ring:
         self._memory = mmap.mmap(-1, slots * self.stride)
         self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, self.stride)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._aimed: int | None = None
+        self._aim = threading.local()
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +76,8 @@ class Ring:
         return self._bytes[number, self.unit_bytes : self.unit_bytes + SEAL_BYTES]
 
     def aim(self, number: int) -> None:
-        """Lets the next ``get_dummy_flat_data_page`` be this slot, which spares a copy; for one thread's reads."""
-        self._aimed = number
+        """Lets the next ``get_dummy_flat_data_page`` of this thread be this slot, which spares a copy."""
+        self._aim.number = number
 
     # What the backends of the engine ask of a host pool.
 
@@ -106,7 +107,7 @@ class Ring:
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """Returns memory of a slot's size for a read; the slot itself once after ``aim``."""
-        number, self._aimed = self._aimed, None
+        number = self._aim.__dict__.pop("number", None)
         return torch.empty(self.stride, dtype=torch.uint8) if number is None else self.get_data_page(number)
 
     def set_from_flat_data_page(self, index: Any, page: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dsv4.hostmem.populate import map_in
 from sglang_dsv4.store import wire
 from sglang_dsv4.store.backend import BackendUnfit, import_engine, make_backend, start_check
 from sglang_dsv4.store.lanes import SLOTS, Lanes
@@ -162,7 +163,10 @@ def serve(sock: int, arena: int, shared: int, prepare: Callable[[], None] = impo
     if os.getppid() != hello["parent"]:  # it died before, and the number is another's
         return 0
     start, nbytes = hello["arena_start"], hello["units"] * hello["unit_bytes"]
-    units = _map(arena, hello["arena_bytes"])[start : start + nbytes]
+    whole = _map(arena, hello["arena_bytes"])
+    address = whole.__array_interface__["data"][0]
+    threading.Thread(target=map_in, args=(address, whole.nbytes), daemon=True).start()  # 0.1 s a GiB
+    units = whole[start : start + nbytes]
     worker = Worker(channel, hello, units, _map(shared, hello["shared_bytes"]))
     prepare()
     return worker.run(parent)

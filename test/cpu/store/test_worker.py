@@ -7,10 +7,12 @@ import select
 import signal
 import threading
 import time
+from operator import attrgetter
 from types import SimpleNamespace
 
 import lying_backend
 import numpy as np
+import psutil
 import pytest
 from store_scheduler import TAIL, UNIT, Prompt, Scheduler, eventually, file_of
 
@@ -58,6 +60,11 @@ def test_the_command_writes_finds_loads_and_ends(start):
     first = start(command=["-m", "sglang_dsv4.testing.store_worker"])
     info = json.loads(first.wait(Kind.READY, seconds=100)[1])
     assert info["pid"] == first.pid and info["backend"] == "file"
+    arena = max(
+        (m for m in psutil.Process(first.pid).memory_maps(grouped=False) if "memfd:test" in m.path),
+        key=attrgetter("size"),
+    )
+    assert arena.rss == arena.size >= first.hello["arena_bytes"], "a page of it costs no fault at its first use"
     first.store(1, PROMPT, END)
     assert first.found(2, PROMPT) == END
     assert first.loaded(2, PROMPT, END) == [Code.OK] * ALL
