@@ -225,7 +225,7 @@ def test_other_weights_end_it_and_nothing_read_under_them_is_kept() -> None:
     life.passes(1)
     life.weights = 1
     life.passes(4)
-    assert not ask.waits and life.found(1) == 0 and not life.tier.units()
+    assert not ask.waits and life.found(1) == 0 and not life.tier.units() and not life.memory.pool.held
     life.finish(2, 5)
     life.passes(4)
     assert len(store.objects) == 9 + life.sessions.in_tail and life.ask(1, 12) is None
