@@ -6,7 +6,7 @@ A figure whose result is not there is left out. check_results.py compares and wr
 from collections.abc import Callable
 from pathlib import Path
 
-from figures import live, pages, readme, sessions
+from figures import live, pages, readme, sessions, store
 from figures.of_results import ROOT
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
@@ -29,6 +29,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "million": sessions.million,
         "crowd": sessions.crowd,
     },
+    "docs/store.md": {"tiers": store.tiers, "lives": store.lives, "writes": store.writes},
     "docs/peers.md": {"one run": pages.one_run},
     "docs/prep.md": {"graphs": pages.graphs},
 }

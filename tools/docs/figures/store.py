@@ -1,0 +1,47 @@
+"""Makes the figures of docs/store.md."""
+
+from figures.of_results import cards, read, table, table_if
+
+LIVES = {"store-restart": "killed and started again", "store-takeover": "another server goes on"}
+NAMES = {"with a store": "this package", "stock with HiCache's files": "stock, HiCache's files"}
+
+
+def tiers() -> str:
+    """Returns the first token of a turn by where its context is."""
+    result = read("store-tiers")
+    if result is None:
+        return ""
+    rows = [(row["run"], f"{row['first_token_p50_ms']:,.0f} ms") for row in result["rows"]]
+    head = (f"[64K tokens of Flash's shape](results/store-tiers.json), {cards(result)}", "first token, median")
+    return table(head, rows)
+
+
+def lives() -> str:
+    """Returns a row for each server whose conversations another life goes on with."""
+    rows = []
+    for name, said in LIVES.items():
+        result = read(name)
+        for row in result["rows"] if result else ():
+            rows.append((
+                f"[{said}](results/{name}.json), {NAMES[row['run']]}", f"{row['whole']} of {row['asked']}",
+                f"{row['cached']:.0%}", f"{row['first_token_p50_ms']:,.0f} ms",
+                f"{row['cold_first_token_p50_ms']:,.0f} ms",
+            ))  # fmt: skip
+    head = ("64K tokens, two agents at a time", "whole answers", "tokens cached, of those written",
+            "first token of the next turn", "of a new prompt")  # fmt: skip
+    return table_if(head, rows)
+
+
+def writes() -> str:
+    """Returns the cost of writes for those that decode."""
+    result = read("store-busy")
+    if result is None:
+        return ""
+    values = {bound["name"]: bound["value"] for bound in result["bounds"]}
+    step, speed = (
+        next(value for name, value in values.items() if name.startswith(word)) for word in ("step of", "written")
+    )
+    return (
+        f"Decode steps [beside writes](results/store-busy.json) of {speed:.1f} GB/s, {cards(result)}: "
+        f"p99 is {step:.3f} of that without a store."
+    )
