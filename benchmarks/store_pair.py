@@ -5,7 +5,7 @@
 Two pairs of a prefill and a decode server over NIXL, all on one GPU, or each pair's servers on those of --devices. Both
 prefill servers keep sessions. Each round has new agents with a context of --tokens, a first turn and --turns later
 ones, on one pair and then on the other, which is suspended meanwhile; rounds change which is first. A next turn is sent
-when the store has the answers. The round before the first one is not counted.
+when the store has the answers. The round before the first one is short, and not counted.
 
 Told are the tokens that the prefill server computes for a later turn by the words that are new in it, its first token,
 and the gaps between the tokens of all answers. The rest of the page in which an answer ends is always computed: 128
@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import store_servers as stores
 from benchmarks.client import model_of
 from benchmarks.session_agents import Agents, Turn, median_wait, server_words
-from benchmarks.store_servers import OURS, PACKAGE, in_files
+from benchmarks.store_servers import OURS, PACKAGE, WARM_UP_CONTEXT, in_files
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import COUNT
 from sglang_dsv4.livetest import score, servers
@@ -32,7 +32,7 @@ from sglang_dsv4.livetest.load import Load, count_outcomes
 from sglang_dsv4.livetest.retract_stats import percentile, read_log
 
 WITHOUT = "without"
-WARM_UP = -1
+WARM_UP, SHORT_ANSWER = -1, 64
 PREFILLED, SLOWER = 1.15, 1.02  # tokens by new words; a gap by that without
 
 Row = dict[str, Any]
@@ -122,11 +122,21 @@ def part(pair: Pair, round_: int, arguments: argparse.Namespace) -> Row:
 
 def measure(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Row]:
     """Returns a row for each pair and round, and one for all of a pair's."""
+    for pair in pairs:
+        part(pair, WARM_UP, short(arguments))
     rows = list[Row]()
-    for round_ in range(WARM_UP, arguments.rounds):
-        found = [part(pair, round_, arguments) for pair in pairs[:: -1 if round_ % 2 else 1]]
-        rows += found if round_ != WARM_UP else []
+    for round_ in range(arguments.rounds):
+        rows += [part(pair, round_, arguments) for pair in pairs[:: -1 if round_ % 2 else 1]]
     return [*rows, *(together(name, [row for row in rows if row["run"] == name]) for name in (OURS, WITHOUT))]
+
+
+def short(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Returns the arguments of a warm-up: as many agents at a time, a later turn, and nothing of them long."""
+    new, answer = arguments.turn - arguments.answer, min(arguments.answer, SHORT_ANSWER)
+    context = min(arguments.tokens, WARM_UP_CONTEXT)
+    return argparse.Namespace(
+        **{**vars(arguments), "tokens": context, "turn": new + answer, "answer": answer, "turns": 1}
+    )
 
 
 def together(name: str, rows: Sequence[Row]) -> Row:
@@ -161,9 +171,9 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = stores.options(__doc__, name="pd-store-agents")
-    parser.set_defaults(turn=2500, answer=2000, agents=4)
+    parser.set_defaults(turn=2500, answer=2000, agents=4, concurrency=4, device_tokens=320_000)
     parser.add_argument("--rounds", type=COUNT, default=2)
-    parser.add_argument("--turns", type=COUNT, default=3, help="later turns of each agent in a round")
+    parser.add_argument("--turns", type=COUNT, default=2, help="later turns of each agent in a round")
     parser.add_argument("--devices", nargs=2, default=(), help="GPUs of the prefill and of the decode servers")
     arguments = stores.read_options(parser, argv)
     arguments.server = ["--incremental-streaming-output", *arguments.server]
