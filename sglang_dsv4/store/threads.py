@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,10 +36,11 @@ Inbox: TypeAlias = "queue.SimpleQueue[Packet | None]"  # None: there will be no 
 
 @dataclass(eq=False)
 class Load:
-    """Holds a LOAD that is under way."""
+    """Holds a LOAD that is under way. due: the objects that all loads may have read when this one ends."""
 
     ticket: int
     count: int
+    due: int
     steps: Iterator[list[Code]]
     codes: list[Code] = field(default_factory=list)
 
@@ -107,12 +109,16 @@ class Putter:
 
 
 class Getter:
-    """Answers ASKs, and LOADs, the shortest first: by turns all would end late, and one of 1M tokens is no wall."""
+    """Answers ASKs, and LOADs one after the other; by turns all would end late.
+
+    The earliest that is due comes first: a short one passes one of 1M tokens, which waits for its own length at most.
+    """
 
     def __init__(self, lanes: Lanes, channel: Channel, ids: np.ndarray, inbox: Inbox) -> None:
         self._lanes, self._channel, self._ids, self._inbox = lanes, channel, ids, inbox
         self._asks: deque[Packet] = deque()
         self._loads: list[Load] = []
+        self._read = 0  # objects, of all loads
         self._chains: dict[int, list[bytes]] = {}  # of asks that found something
 
     def run(self) -> None:
@@ -121,7 +127,7 @@ class Getter:
             if self._asks:
                 self._answer(self._asks.popleft())
             if self._loads:
-                self._step(min(self._loads, key=Load.left))
+                self._step(min(self._loads, key=attrgetter("due")))
 
     def _take_all(self) -> bool:
         """Sorts what came in; waits where nothing is open. False: a None came."""
@@ -144,7 +150,7 @@ class Getter:
             self._channel.codes(Kind.LOADED, packet.ticket, [Code.FAILED] * len(spots))
             return
         jobs = [Job(spot.unit, object_name(keys[spot.page], spot.part)) for spot in spots]
-        self._loads.append(Load(packet.ticket, len(jobs), self._lanes.get(jobs)))
+        self._loads.append(Load(packet.ticket, len(jobs), self._read + len(jobs), self._lanes.get(jobs)))
 
     def _drop(self, ticket: int) -> None:
         """Ends a ticket. What is under way is answered all the same: ids and units wait for that."""
@@ -170,12 +176,14 @@ class Getter:
 
     def _step(self, load: Load) -> None:
         """Reads the next batch of ``load``."""
+        before = load.left()
         try:
             load.codes = next(load.steps, load.codes)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the ticket has to end
             self._channel.raised(error, load.ticket)
             self._end(load, Code.FAILED)
             return
+        self._read += before - load.left()
         if not load.left():
             self._end(load, Code.MISSING)
 

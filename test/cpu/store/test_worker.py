@@ -5,7 +5,6 @@ import os
 import queue
 import select
 import signal
-import threading
 import time
 from operator import attrgetter
 from types import SimpleNamespace
@@ -283,29 +282,38 @@ def test_questions_and_shorter_loads_pass_a_long_one(start):
     assert order == [(Kind.FOUND, 4), (Kind.LOADED, 3), (Kind.LOADED, 2)]
 
 
-def test_loads_end_one_after_the_other_the_shortest_first():
-    """By turns all would end late."""
-    order, inbox = [], queue.SimpleQueue()
+@pytest.mark.parametrize(
+    ("sizes", "at_once", "ends"),
+    [
+        ([64, 48, 32, 48], 4, [3, 2, 4, 1]),  # by turns all would end late
+        ([160, *[16] * 13], 2, [*range(2, 11), 1, *range(11, 15)]),  # one that others pass for ever would never end
+    ],
+)
+def test_the_load_that_is_due_first_is_read(sizes, at_once, ends):
+    """Later ones come when another ends."""
+    ended, steps, inbox = [], [], queue.SimpleQueue()
+    loads = [Packet(Kind.LOAD, number, pack_spots([Spot(0, 0, 0)] * size)) for number, size in enumerate(sizes, 1)]
 
     def get(jobs):
         for done in range(16, len(jobs) + 1, 16):
-            order.append(len(jobs))
+            steps.append(len(jobs))
             yield [Code.OK] * done
 
+    def end(kind, ticket, codes):
+        ended.append(ticket)
+        apart = [sizes[one - 1] for one in ended for _ in range(sizes[one - 1] // 16)]
+        assert set(codes) == {Code.OK} and steps == apart
+        inbox.put(loads.pop(0) if loads else None if len(ended) == len(sizes) else Packet(Kind.DROP, 99, b""))
+
     lanes = SimpleNamespace(chain=lambda *_: [bytes(32)], ask=lambda *_: 1, get=get)
-    channel = SimpleNamespace(send=lambda *_: None, codes=lambda kind, ticket, codes: order.append(f"end of {ticket}"))
+    getter = Getter(lanes, SimpleNamespace(send=lambda *_: None, codes=end), np.zeros(8, np.int32), inbox)
     question = pack_question(Question(bytes(32), 0, 0, 1, 1, 0, 0))
-    for ticket in range(1, 5):
-        inbox.put(Packet(Kind.ASK, ticket, question))
-    getter = Getter(lanes, channel, np.zeros(8, np.int32), inbox)
-    for _ in range(4):
-        getter._take_all()
-        getter._answer(getter._asks.popleft())
-    for ticket, count in ((1, 64), (2, 48), (3, 32), (4, 48)):
-        inbox.put(Packet(Kind.LOAD, ticket, pack_spots([Spot(0, 0, 0)] * count)))
-    threading.Timer(1.0, inbox.put, [None]).start()
+    for number in range(1, len(sizes) + 1):
+        getter._answer(Packet(Kind.ASK, number, question))
+    for _ in range(at_once):
+        inbox.put(loads.pop(0))
     getter.run()
-    assert order == [32, 32, "end of 3", *[48] * 3, "end of 2", *[48] * 3, "end of 4", *[64] * 4, "end of 1"]
+    assert ended == ends
 
 
 def test_a_dropped_load_answers_early_and_writes_nothing_behind_it(start):
