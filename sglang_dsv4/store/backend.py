@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +25,8 @@ import torch
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.store.ring import Anchor, Ring
 from sglang_dsv4.store.wire import Code
+
+logger = logging.getLogger(__name__)
 
 POOL = "deepseek_v4_c4"  # the name of a pool that all backends know; its objects are ours by their keys
 REFUSED = {
@@ -138,6 +142,20 @@ class Backend:
         return done
 
 
+def _on_threads() -> Callable[..., Iterator[Any]] | None:
+    """Returns ``map`` on READERS threads, all of them running; None where a limit of processes forbids one."""
+    pool, together = ThreadPoolExecutor(READERS, thread_name_prefix="dsv4-read"), threading.Barrier(READERS)
+    try:
+        for start in [pool.submit(together.wait) for _ in range(READERS)]:
+            start.result()
+    except RuntimeError as error:
+        logger.warning("store: files are read one at a time: %s", error)
+        together.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+        return None
+    return pool.map
+
+
 class FileBackend(Backend):
     """Objects are files of a folder, written under another name first; LRU by the engine, if max_size says so."""
 
@@ -147,7 +165,7 @@ class FileBackend(Backend):
     def __init__(self, name: str, engine: Any, ring: Ring, least_free: int) -> None:
         super().__init__(name, engine, ring, least_free)
         self.folder = Path(self.inner.file_path)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="dsv4-read")
+        self._map = _on_threads() or map
         self.advice = f"owner, mode and free space of {self.folder}"
         self._sweep()
 
@@ -164,7 +182,7 @@ class FileBackend(Backend):
 
     def get(self, names: Sequence[str], slots: Sequence[int]) -> list[Code]:
         """Reads one key a call: a file that is too short raises out of a batch."""
-        return list(self._readers.map(self._get, names, slots))
+        return list(self._map(self._get, names, slots))
 
     def _get(self, name: str, slot: int) -> Code:
         self.ring.aim(slot)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class Job(NamedTuple):
 
 
 class Seen:
-    """Remembers names of objects: those that the backend has, and those to be put anew. For both threads."""
+    """Remembers names of objects: those that the backend has, and those whose bytes were wrong. For both threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,9 +56,10 @@ class Seen:
             return name in self._known and self._use(self._known, name)
 
     def learn(self, name: str) -> None:
-        """Notes that the backend has it."""
+        """Notes that the backend has it, unless its bytes were wrong meanwhile."""
         with self._lock:
-            self._use(self._known, name)
+            if name not in self._bad:
+                self._use(self._known, name)
 
     def forget(self) -> None:
         """Forgets what the backend has: something failed, and a store that was restarted may have nothing."""
@@ -65,13 +67,13 @@ class Seen:
             self._known.clear()
 
     def spoil(self, name: str) -> None:
-        """Notes that its bytes are wrong, or in doubt."""
+        """Notes that its bytes are wrong."""
         with self._lock:
             self._known.pop(name, None)
             self._use(self._bad, name)
 
     def is_bad(self, name: str) -> bool:
-        """Returns whether its bytes were wrong, or in doubt, and nobody put it again."""
+        """Returns whether its bytes were wrong and nobody put it again."""
         with self._lock:
             return name in self._bad
 
@@ -103,6 +105,7 @@ class Lanes:
         self._units = arena.reshape(-1, unit_bytes)
         self._in_tail, self._backend, self._ring, self._secret, self._beat = in_tail, backend, ring, secret, beat
         self._seen = Seen()
+        self._doubtful = deque[str](maxlen=MOST_SEEN)
 
     # Writes
 
@@ -171,8 +174,8 @@ class Lanes:
     def get(self, jobs: Sequence[Job]) -> Iterator[list[Code]]:
         """Reads objects into units of the arena, and yields the codes so far after each batch.
 
-        A batch with a missing or a wrong one is the last: a point needs all. The rest is MISSING then. Behind a wrong
-        one the rest is put anew, too: nobody has read it, and a damaged store would be mended a batch a turn.
+        A batch with a missing or a wrong one is the last: a point needs all. The rest is MISSING then; behind a wrong
+        one it is in doubt, for ``survey``.
         """
         codes: list[Code] = []
         names = [job.name for job in jobs]
@@ -183,13 +186,24 @@ class Lanes:
                 told += len(soon)
             codes += self._get(batch)
             if any(codes):
-                for name in names[len(codes) :] if WRONG.intersection(codes) else ():
-                    self._seen.spoil(name)
+                if WRONG.intersection(codes):
+                    self._doubtful.extend(names[len(codes) :])
                 codes += [Code.MISSING] * (len(jobs) - len(codes))
                 self._seen.forget()
             yield codes
             if len(codes) == len(jobs):
                 return
+
+    def in_doubt(self) -> bool:
+        """Returns whether there is something to survey."""
+        return bool(self._doubtful)
+
+    def survey(self) -> None:
+        """Reads the next objects in doubt, for the wrong ones; else a load finds, and has mended, a batch of them."""
+        names = [self._doubtful.popleft() for _ in range(min(BATCH, len(self._doubtful)))]
+        slots = range(BATCH, BATCH + len(names))
+        for slot, name, code in zip(slots, names, self._read(names, slots), strict=True):
+            self._judged(name, self._proved(name, slot) if code is Code.OK else code)
 
     def _get(self, batch: Sequence[Job]) -> list[Code]:
         slots = range(BATCH, BATCH + len(batch))
@@ -251,10 +265,11 @@ class Lanes:
     def _readable(self, name: str) -> bool:
         """Asks a backend that cannot say what it has: reads the object into a slot."""
         code = self._read([name], [BATCH])[0]
-        if code is Code.OK:
-            raw = self._ring.seal(BATCH).tobytes()
-            code = self._judged(name, check(raw, self._ring.payload(BATCH), name, self._secret))
-        return code is Code.OK
+        return code is Code.OK and self._judged(name, self._proved(name, BATCH)) is Code.OK
+
+    def _proved(self, name: str, slot: int) -> Code:
+        """Checks an object where it was read, which a late read may spoil: not for units."""
+        return check(self._ring.seal(slot).tobytes(), self._ring.payload(slot), name, self._secret)
 
     def _exists(self, lane: int, names: Sequence[str]) -> list[bool] | None:
         found: list[bool] = []

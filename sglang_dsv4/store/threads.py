@@ -128,10 +128,12 @@ class Getter:
                 self._answer(self._asks.popleft())
             if self._loads:
                 self._step(min(self._loads, key=attrgetter("due")))
+            elif self._lanes.in_doubt():
+                self._survey()
 
     def _take_all(self) -> bool:
         """Sorts what came in; waits where nothing is open. False: a None came."""
-        while not self._inbox.empty() or not (self._asks or self._loads):
+        while not self._inbox.empty() or not (self._asks or self._loads or self._lanes.in_doubt()):
             packet = self._inbox.get()
             if packet is None:
                 return False
@@ -173,6 +175,13 @@ class Getter:
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the ticket has to end
             self._channel.raised(error, packet.ticket)
         self._channel.send(Kind.FOUND, packet.ticket, end)
+
+    def _survey(self) -> None:
+        """Reads some of what is in doubt; nobody waits for it."""
+        try:
+            self._lanes.survey()
+        except Exception as error:  # a backend may raise anything; what is in doubt is in the next load, too
+            logger.debug("survey", exc_info=error)
 
     def _step(self, load: Load) -> None:
         """Reads the next batch of ``load``."""

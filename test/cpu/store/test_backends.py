@@ -102,6 +102,25 @@ def test_files_are_read_several_at_a_time(made, monkeypatch):
     assert all((made.ring.slot(7 - at) == made.ring.slot(at)).all() for at in range(3))
 
 
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_without_threads_files_are_read_one_at_a_time(made, monkeypatch, caplog, allowed):
+    start, started = threading.Thread.start, []
+
+    def limited(thread):
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    backend = written(made)
+    assert [record.getMessage() for record in caplog.records if "one at a time" in record.message]
+    assert backend.get(NAMES, [7, 6, 5]) == [Code.OK] * 3
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_files_that_are_expected_are_read_ahead(made, monkeypatch):
     backend, asked = written(made), []
     advise = os.posix_fadvise

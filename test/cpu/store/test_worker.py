@@ -305,7 +305,7 @@ def test_the_load_that_is_due_first_is_read(sizes, at_once, ends):
         assert set(codes) == {Code.OK} and steps == apart
         inbox.put(loads.pop(0) if loads else None if len(ended) == len(sizes) else Packet(Kind.DROP, 99, b""))
 
-    lanes = SimpleNamespace(chain=lambda *_: [bytes(32)], ask=lambda *_: 1, get=get)
+    lanes = SimpleNamespace(chain=lambda *_: [bytes(32)], ask=lambda *_: 1, get=get, in_doubt=lambda: False)
     getter = Getter(lanes, SimpleNamespace(send=lambda *_: None, codes=end), np.zeros(8, np.int32), inbox)
     question = pack_question(Question(bytes(32), 0, 0, 1, 1, 0, 0))
     for number in range(1, len(sizes) + 1):
@@ -314,6 +314,28 @@ def test_the_load_that_is_due_first_is_read(sizes, at_once, ends):
         inbox.put(loads.pop(0))
     getter.run()
     assert ended == ends
+
+
+def test_what_is_in_doubt_is_read_when_no_load_waits():
+    done, inbox, doubt = [], queue.SimpleQueue(), [1, 2, 3]
+
+    def survey():
+        done.append(doubt.pop(0))
+        if done[-1] == 1:
+            inbox.put(Packet(Kind.LOAD, 5, pack_spots([Spot(0, 0, 0)] * 2)))
+            raise OSError("of the backend")
+        if not doubt:
+            inbox.put(None)
+
+    lanes = SimpleNamespace(
+        chain=lambda *_: [bytes(32)], ask=lambda *_: 1, in_doubt=lambda: bool(doubt), survey=survey,
+        get=lambda jobs: ([Code.OK] * count for count in (1, 2)),
+    )  # fmt: skip
+    channel = SimpleNamespace(send=lambda *_: None, codes=lambda kind, ticket, codes: done.append((ticket, codes)))
+    getter = Getter(lanes, channel, np.zeros(8, np.int32), inbox)
+    getter._answer(Packet(Kind.ASK, 5, pack_question(Question(bytes(32), 0, 0, 1, 1, 0, 0))))
+    getter.run()
+    assert done == [1, (5, [Code.OK] * 2), 2, 3]
 
 
 def test_a_dropped_load_answers_early_and_writes_nothing_behind_it(start):
