@@ -5,6 +5,7 @@ import os
 import queue
 import select
 import signal
+import threading
 import time
 from operator import attrgetter
 from types import SimpleNamespace
@@ -334,7 +335,10 @@ def test_what_is_in_doubt_is_read_when_no_load_waits():
     channel = SimpleNamespace(send=lambda *_: None, codes=lambda kind, ticket, codes: done.append((ticket, codes)))
     getter = Getter(lanes, channel, np.zeros(8, np.int32), inbox)
     getter._answer(Packet(Kind.ASK, 5, pack_question(Question(bytes(32), 0, 0, 1, 1, 0, 0))))
+    end = threading.Timer(5, inbox.put, [None])
+    end.start()
     getter.run()
+    end.cancel()
     assert done == [1, (5, [Code.OK] * 2), 2, 3]
 
 
