@@ -98,8 +98,14 @@ class Service:
             self.process = None
 
     def hang(self) -> None:
-        """Stops the process as one that hangs: its connections stay, nothing is answered."""
+        """Stops the process as one that hangs: its connections stay, nothing is answered.
+
+        Each thread stops when it is scheduled next, and answers until then.
+        """
         self.process.send_signal(signal.SIGSTOP)
+        states = Path(f"/proc/{self.process.pid}/task")
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in states.iterdir()):
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
