@@ -29,7 +29,6 @@ from sglang_dsv4.store.tickets import LIMITS, Event, Limits, Stage, Ticket, Tick
 from sglang_dsv4.store.wire import (
     MAIL,
     MOST_BYTES,
-    NO_GROUP,
     Kind,
     Piece,
     Question,
@@ -123,7 +122,7 @@ class StoreClient:
             return ()
         return self._look()
 
-    def write(self, pieces: Sequence[Piece], group: bytes = NO_GROUP) -> int | None:
+    def write(self, pieces: Sequence[Piece], group: bytes) -> int | None:
         """Has the units of ``pieces`` stored, in this order. Returns the ticket, or None: refused, nothing happened.
 
         group: a key, of all that a store may evict as one.

@@ -17,7 +17,6 @@ from typing import NamedTuple
 HEAD = struct.Struct("<BxxxIQ")  # kind, count, ticket
 MOST_BYTES = 1 << 17  # of a packet
 KEY_BYTES = 32
-NO_GROUP = bytes(KEY_BYTES)
 
 # Words of the shared memory, int64 by offset in bytes, a cache line each; the token ids lie behind CONTROL.
 MAIL, PUT, GET = 0, 64, 128  # packets that the process sent; steps of its writes, of its reads

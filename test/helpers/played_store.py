@@ -172,14 +172,14 @@ def found(played, end=1, count=1):
 def fail(played, count=1):
     """Lets the store fail so many writes, one after the other."""
     for _ in range(count):
-        ticket = played.client.write(pieces(1))
+        ticket = played.client.write(pieces(1), KEY)
         played.life.codes(Kind.STORED, ticket, [Code.FAILED])
         assert [event.name for event in played.passes()] == ["stored"]
 
 
 def works(played):
     """Lets it do one."""
-    ticket = played.client.write(pieces(1))
+    ticket = played.client.write(pieces(1), KEY)
     played.life.codes(Kind.STORED, ticket, [Code.OK])
     assert [event.value for event in played.passes()] == [b"\0"]
 
@@ -188,7 +188,7 @@ def opened_for(played):
     """Returns after how many seconds the breaker lets a ticket through."""
     begin = played.clock.now
     while played.client.breaker_open:
-        assert (ask(played), played.client.write(pieces(1))) == (None, None)
+        assert (ask(played), played.client.write(pieces(1), KEY)) == (None, None)
         played.passes(0.5)
     return round(played.clock.now - begin)
 

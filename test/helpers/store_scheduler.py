@@ -23,6 +23,7 @@ PAGE, AHEAD, TAIL = 4, 1, 2  # tokens of a page and behind it, units of a window
 UNITS, UNIT, START = 64, 8192, 12288
 GUARD = 0x5A  # the arena's file before and behind the units
 IDS = 4096
+GROUP = bytes(wire.KEY_BYTES)
 PATIENCE = 20.0
 
 
@@ -100,7 +101,7 @@ class Scheduler:
         self.sock.send(wire.pack(kind, ticket, count, body))
 
     def write(self, ticket, pieces):
-        self.send(Kind.WRITE, ticket, len(pieces), wire.pack_write(wire.NO_GROUP, pieces))
+        self.send(Kind.WRITE, ticket, len(pieces), wire.pack_write(GROUP, pieces))
 
     def ask(self, ticket, prompt, have=0, first=0, at=0):
         ids = prompt.ids

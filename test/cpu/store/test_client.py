@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from played_store import MORE, Played, ask, found, ids, pieces, question
+from played_store import KEY, MORE, Played, ask, found, ids, pieces, question
 
 from sglang_dsv4.store.client import Arena, Limits, State, StoreClient
 from sglang_dsv4.store.wire import (
@@ -29,7 +29,7 @@ from sglang_dsv4.store.wire import (
 def test_first_poll_starts_and_ready_makes_it_up():
     played = Played(Limits(ids=1000, drain=7.0), secret=b"\1\2", least_free=99, command=("run", "it"))
     client = played.client
-    assert (client.state, played.lives, client.write(pieces(1))) == (State.DOWN, [], None)
+    assert (client.state, played.lives, client.write(pieces(1), KEY)) == (State.DOWN, [], None)
     assert played.passes() == []
     hello, mine = played.life.hello, client._shared
     assert hello.pop("parent") > 0
@@ -231,7 +231,7 @@ def test_drop_of_a_load_answers_for_its_units(dies):
 
 def test_drop_of_a_write_does_nothing():
     played = Played().up()
-    ticket = played.client.write(pieces(1))
+    ticket = played.client.write(pieces(1), KEY)
     played.client.drop(ticket)
     assert [message[0] for message in played.life.read()] == [Kind.WRITE]
     played.life.codes(Kind.STORED, ticket, [Code.OK])
@@ -241,7 +241,7 @@ def test_drop_of_a_write_does_nothing():
 def test_drops_that_find_the_socket_full_are_sent_later():
     played = Played(MORE).up()
     tickets = [found(played) for _ in range(3)]
-    while played.client.write(pieces(1)) is not None:
+    while played.client.write(pieces(1), KEY) is not None:
         pass
     for ticket in tickets:
         played.client.drop(ticket)
@@ -253,7 +253,7 @@ def test_drops_that_find_the_socket_full_are_sent_later():
 def test_drops_that_found_the_socket_full_are_not_for_the_next_process():
     played = Played(MORE).up()
     ticket = found(played)
-    while played.client.write(pieces(1)) is not None:
+    while played.client.write(pieces(1), KEY) is not None:
         pass
     played.client.drop(ticket)
     played.life.die()
@@ -264,7 +264,7 @@ def test_drops_that_found_the_socket_full_are_not_for_the_next_process():
 
 def test_close_drains_and_returns_what_comes():
     played = Played().up()
-    writes, asks = played.client.write(pieces(1, 2)), found(played)
+    writes, asks = played.client.write(pieces(1, 2), KEY), found(played)
     waited = []
 
     def waits(life):
@@ -288,7 +288,12 @@ def test_close_drains_and_returns_what_comes():
 def assert_off(played):
     client = played.client
     assert client.state is State.OFF
-    assert (client.write(pieces(1)), ask(played), client.load(1, []), client.close(5.0)) == (None, None, False, [])
+    assert (client.write(pieces(1), KEY), ask(played), client.load(1, []), client.close(5.0)) == (
+        None,
+        None,
+        False,
+        [],
+    )
     lives = len(played.lives)
     assert played.passes(1000.0, 10) == []
     assert len(played.lives) == lives, "started again"
@@ -298,7 +303,7 @@ def assert_off(played):
 
 def test_close_kills_what_does_not_drain_in_time():
     played = Played().up()
-    ticket = played.client.write(pieces(1))
+    ticket = played.client.write(pieces(1), KEY)
 
     def waits(life):
         if life.child.killed:
@@ -314,7 +319,7 @@ def test_close_kills_what_does_not_drain_in_time():
 
 def test_close_tells_a_full_socket_later():
     played = Played(MORE).up()
-    while played.client.write(pieces(1)) is not None:
+    while played.client.write(pieces(1), KEY) is not None:
         pass
     told = []
 
@@ -361,7 +366,7 @@ def test_close_without_a_drain(state):
 
 def test_what_cannot_be_killed_keeps_its_units():
     played = Played().up()
-    ticket = played.client.write(pieces(1, 2))
+    ticket = played.client.write(pieces(1, 2), KEY)
     assert played.client.close(1.0) == []
     assert played.passes(100.0, 100) == []
     played.life.die()

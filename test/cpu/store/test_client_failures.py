@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from played_store import Played, ask, fail, found, pieces, restarts, works
+from played_store import KEY, Played, ask, fail, found, pieces, restarts, works
 
 from sglang_dsv4.store.client import Limits, State
 from sglang_dsv4.store.wire import (
@@ -18,7 +18,7 @@ from sglang_dsv4.store.wire import (
 
 def test_a_hang_is_killed_and_its_units_come_back_behind_the_reap():
     played = Played(Limits(hang=20.0)).up()
-    writes, loads, asks = played.client.write(pieces(1, 2, 3)), found(played), ask(played)
+    writes, loads, asks = played.client.write(pieces(1, 2, 3), KEY), found(played), ask(played)
     played.client.load(loads, [Spot(7, 0, 0)])
     played.life.say(Kind.COPIED, writes, 1)
     assert played.passes(19.0, 100) == [("copied", writes, 1, [1])]
@@ -29,7 +29,7 @@ def test_a_hang_is_killed_and_its_units_come_back_behind_the_reap():
     assert played.passes(0.2) == []  # the reads made none in 20 s
     assert (played.client.state, played.life.child.killed) == (State.DYING, True)
     assert played.passes(300.0, 3000) == [], "units of a process that may still write"
-    assert (ask(played), played.client.write(pieces(9)), len(played.lives)) == (None, None, 1)
+    assert (ask(played), played.client.write(pieces(9), KEY), len(played.lives)) == (None, None, 1)
     played.life.die()
     events = played.passes(0.003)
     why = "the store's reads made no step in 20 s"
@@ -42,7 +42,7 @@ def test_a_hang_is_killed_and_its_units_come_back_behind_the_reap():
 
 def test_what_it_said_before_it_died_counts():
     played = Played(Limits(hang=20.0)).up()
-    stored, lost, loads = played.client.write(pieces(1)), played.client.write(pieces(2)), found(played)
+    stored, lost, loads = played.client.write(pieces(1), KEY), played.client.write(pieces(2), KEY), found(played)
     played.client.load(loads, [Spot(7, 0, 0)])
     played.passes(20.0)
     assert played.client.state is State.DYING
@@ -75,7 +75,7 @@ def test_steps_and_answers_keep_it_alive():
 def test_unread_packets_reset_the_socket_and_the_answers_are_behind_that():
     """The kernel says ECONNRESET once, before what the process sent; taken for the end it loses answers."""
     played = Played().up()
-    first, second = played.client.write(pieces(1)), played.client.write(pieces(2))
+    first, second = played.client.write(pieces(1), KEY), played.client.write(pieces(2), KEY)
     played.life.codes(Kind.STORED, first, [0])
     played.life.die()  # it read nothing
     assert [event[:2] for event in played.passes(1.0)] == [("stored", first), ("failed", second)]
@@ -83,7 +83,7 @@ def test_unread_packets_reset_the_socket_and_the_answers_are_behind_that():
 
 def test_a_closed_socket_ends_the_process():
     played = Played().up()
-    ticket = played.client.write(pieces(1))
+    ticket = played.client.write(pieces(1), KEY)
     played.life.ours.close()
     assert played.passes(0.1) == []
     assert (played.client.state, played.life.child.killed) == (State.DYING, True)
@@ -139,7 +139,7 @@ BROKEN = {
 @pytest.mark.parametrize("breaks", BROKEN.values(), ids=BROKEN)
 def test_a_broken_protocol_ends_the_process_and_is_not_read_on(breaks):
     played = Played().up()
-    writes, reads = played.client.write(pieces(1, 2, 3)), ask(played)
+    writes, reads = played.client.write(pieces(1, 2, 3), KEY), ask(played)
     played.life.say(Kind.COPIED, writes, 1)
     assert [event.units for event in played.passes()] == [[1]]
     breaks(played.life, writes, reads)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from played_store import PAGE, Played, ids, pieces, question
+from played_store import KEY, PAGE, Played, ids, pieces, question
 from stateful import examples
 
 from sglang_dsv4.store.client import Limits, State
@@ -83,7 +83,7 @@ class Lives(RuleBasedStateMachine):
     @rule(count=st.integers(0, 9))
     def write(self, count):
         units = self.free[:count]
-        ticket = self.client.write(pieces(*units))
+        ticket = self.client.write(pieces(*units), KEY)
         self.did("write" if ticket else "write refused")
         if ticket:
             self.given(ticket, "write", units)
@@ -126,7 +126,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def nothing_is_taken(self):
         self.did("not up")
-        assert self.client.write(pieces(*self.free[:1])) is self.client.ask(question(), ids(PAGE)) is None
+        assert self.client.write(pieces(*self.free[:1]), KEY) is self.client.ask(question(), ids(PAGE)) is None
         assert not any(self.client.load(ticket, []) for ticket in self.found)
 
     def given(self, ticket, kind, units):

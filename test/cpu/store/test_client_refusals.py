@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from played_store import MORE, PAGE, Played, ask, fail, found, opened_for, pieces, restarts, works
+from played_store import KEY, MORE, PAGE, Played, ask, fail, found, opened_for, pieces, restarts, works
 
 from sglang_dsv4.store.client import Limits, State
 from sglang_dsv4.store.wire import (
@@ -18,33 +18,33 @@ from sglang_dsv4.store.wire import (
 
 def test_credits_are_units_that_were_not_copied():
     played = Played(Limits(credits=10)).up()
-    first = played.client.write(pieces(*range(6)))
-    assert played.client.write(pieces(*range(6, 11))) is None
-    second = played.client.write(pieces(*range(6, 10)))
+    first = played.client.write(pieces(*range(6)), KEY)
+    assert played.client.write(pieces(*range(6, 11)), KEY) is None
+    second = played.client.write(pieces(*range(6, 10)), KEY)
     assert second is not None
-    assert played.client.write(pieces(99)) is None
+    assert played.client.write(pieces(99), KEY) is None
     played.life.say(Kind.COPIED, first, 2)
     played.passes()
-    assert played.client.write(pieces(99, 98, 97)) is None
-    third = played.client.write(pieces(99, 98))
+    assert played.client.write(pieces(99, 98, 97), KEY) is None
+    third = played.client.write(pieces(99, 98), KEY)
     assert third is not None
     played.life.codes(Kind.STORED, second, [0] * 4)
     played.passes()
-    assert played.client.write(pieces(*range(50, 55))) is None
-    assert played.client.write(pieces(*range(50, 54))) is not None
+    assert played.client.write(pieces(*range(50, 55)), KEY) is None
+    assert played.client.write(pieces(*range(50, 54)), KEY) is not None
     played.life.die()
     played.passes(1.0)
     played.life.ready()
     played.passes()
-    assert played.client.write(pieces(*range(10))) is not None, "credits of a dead process"
+    assert played.client.write(pieces(*range(10)), KEY) is not None, "credits of a dead process"
 
 
 def test_tickets_are_bounded_until_they_are_over():
     played = Played(Limits(tickets=3)).up()
     ticket = found(played)
-    held = [ask(played), played.client.write(pieces(1))]
+    held = [ask(played), played.client.write(pieces(1), KEY)]
     assert None not in held
-    assert (ask(played), played.client.write(pieces(2))) == (None, None)
+    assert (ask(played), played.client.write(pieces(2), KEY)) == (None, None)
     assert played.client.load(ticket, []), "it is one of the three"
     played.life.codes(Kind.LOADED, ticket, [])
     played.passes()
@@ -69,16 +69,16 @@ def test_loads_need_no_credits():
     played = Played(Limits(credits=4)).up()
     ticket = found(played)
     assert played.client.load(ticket, [Spot(unit, 0, 0) for unit in range(50)])
-    assert played.client.write(pieces(1, 2, 3, 4)) is not None
+    assert played.client.write(pieces(1, 2, 3, 4), KEY) is not None
     played.life.codes(Kind.LOADED, ticket, [0] * 50)
     assert len(played.passes()[0].units) == 50
-    assert played.client.write(pieces(9)) is None
+    assert played.client.write(pieces(9), KEY) is None
 
 
 def test_what_does_not_fit_a_packet_is_refused():
     played = Played(MORE).up()
-    assert played.client.write(pieces(1) * MOST_PIECES) is not None
-    assert played.client.write(pieces(1) * (MOST_PIECES + 1)) is None
+    assert played.client.write(pieces(1) * MOST_PIECES, KEY) is not None
+    assert played.client.write(pieces(1) * (MOST_PIECES + 1), KEY) is None
     ticket = found(played)
     assert not played.client.load(ticket, [Spot(1, 0, 0)] * (MOST_SPOTS + 1))
     assert played.client.load(ticket, [Spot(1, 0, 0)] * MOST_SPOTS)
@@ -87,7 +87,7 @@ def test_what_does_not_fit_a_packet_is_refused():
 def test_a_full_socket_refuses_and_changes_nothing():
     played = Played(MORE).up()
     ticket, sent = found(played), 0
-    while played.client.write(pieces(1, 2)) is not None:
+    while played.client.write(pieces(1, 2), KEY) is not None:
         sent += 1
     assert sent > 10
     assert played.client.counts["full"] == 1
@@ -107,7 +107,7 @@ def test_a_dead_socket_refuses_and_is_looked_at_next():
     assert ask(played) is None
     played.passes()
     assert (played.client.state, played.life.child.killed) == (State.DYING, True)
-    assert (ask(played), played.client.write(pieces(1))) == (None, None)
+    assert (ask(played), played.client.write(pieces(1), KEY)) == (None, None)
 
 
 @pytest.mark.parametrize("lane", ["writes", "reads"])
@@ -116,7 +116,7 @@ def test_a_slow_lane_takes_nothing_new_until_its_next_step(lane):
     ticket = found(played)
 
     def send(kind):
-        return played.client.write(pieces(1)) if kind == "writes" else ask(played)
+        return played.client.write(pieces(1), KEY) if kind == "writes" else ask(played)
 
     other = "reads" if lane == "writes" else "writes"
     assert send(lane) is not None
@@ -199,7 +199,7 @@ def test_each_kind_of_failed_answer_counts_once(failure):
 def test_other_codes_are_answers(code):
     played = Played().up()
     fail(played, 2)
-    ticket = played.client.write(pieces(1))
+    ticket = played.client.write(pieces(1), KEY)
     played.life.codes(Kind.STORED, ticket, [code])
     played.passes()
     fail(played)
@@ -208,7 +208,7 @@ def test_other_codes_are_answers(code):
 
 def test_failures_of_tickets_from_before_do_not_double_the_rest():
     played = Played().up()
-    old = [played.client.write(pieces(unit)) for unit in range(20)]
+    old = [played.client.write(pieces(unit), KEY) for unit in range(20)]
     for ticket in old[:15]:
         played.life.codes(Kind.STORED, ticket, [Code.FAILED])
     played.passes()
@@ -227,16 +227,16 @@ def test_one_probe_at_a_time_and_none_is_waited_for_that_died():
     played = Played(Limits(slow=1e9)).up()
     fail(played, 3)
     opened_for(played)
-    assert played.client.write(pieces(1)) is not None
+    assert played.client.write(pieces(1), KEY) is not None
     assert (ask(played), played.client.breaker_open) == (None, True)
     restarts(played, 1)
     assert not played.client.breaker_open
     ticket = ask(played)
-    assert played.client.write(pieces(1)) is None
+    assert played.client.write(pieces(1), KEY) is None
     played.life.say(Kind.FOUND, ticket, 0)
     played.passes()
-    assert played.client.write(pieces(1)) is not None
-    assert played.client.write(pieces(2)) is not None
+    assert played.client.write(pieces(1), KEY) is not None
+    assert played.client.write(pieces(2), KEY) is not None
 
 
 def test_a_refused_probe_is_none():

@@ -24,7 +24,7 @@ from sglang_dsv4.store.client import Arena, Limits, State, StoreClient
 from sglang_dsv4.store.wire import Code, Piece, Question, Spot
 
 UNIT, UNITS, START = 512, 24, 4096
-PAGE = 4
+PAGE, KEY = 4, b"k" * 32
 SCRIPT = """
 import json, mmap, os, signal, socket, struct, sys, threading, time
 from pathlib import Path
@@ -148,7 +148,7 @@ class World:
         """Writes units to pages of their number, filled with it."""
         for unit in units:
             self.fill(unit, unit)
-        return self.client.write([Piece(unit, 0, bytes([unit]) * 32) for unit in units])
+        return self.client.write([Piece(unit, 0, bytes([unit]) * 32) for unit in units], KEY)
 
     def ask(self, *tokens):
         return self.client.ask(Question(b"r" * 32, 0, 0, 1, PAGE, 0, 0), array.array("q", tokens or (0, 1, 2, 3)))
@@ -217,7 +217,7 @@ def test_sigstop_is_refused_then_killed(world):
     os.kill(pid, signal.SIGSTOP)
     ticket = here.write(1, 2, 3)
     here.until(lambda: time.monotonic() > begin + 0.5)
-    assert here.client.write([]) is None
+    assert here.client.write([], KEY) is None
     assert here.ask() is not None, "the other lane"
     assert here.answered(ticket, "failed").units == [1, 2, 3]
     assert time.monotonic() - begin >= 1.0
@@ -367,7 +367,7 @@ def test_tickets_without_bound_never_wait(world):
     here = world(tickets=10**6, credits=10**9, slow=1e9, hang=1e9).up()
     os.kill(here.client.info["pid"], signal.SIGSTOP)
     begin, accepted = time.monotonic(), []
-    while (ticket := here.client.write([Piece(unit, 0, b"k" * 32) for unit in range(11)])) is not None:
+    while (ticket := here.client.write([Piece(unit, 0, KEY) for unit in range(11)], KEY)) is not None:
         accepted.append(ticket)
     assert len(accepted) > 50
     assert time.monotonic() - begin < 10.0
