@@ -59,6 +59,10 @@ SERVERS = {
     "sessions-dp-stress": "plain server that keeps sessions, two ranks with data-parallel attention, four turns",
     "sessions-v41-stress": "plain V4.1 server that keeps sessions, bounded replay and DSpark, four turns",
     "sessions-pd": "prefill server that keeps sessions, decode server, NIXL, conversations of five turns",
+    "store-stress": "plain server with a store whose process is killed, conversations of three turns",
+    "pd-store-stress": "prefill and decode over one store, answers read back, NIXL, conversations of three turns",
+    "choices-stress": "prefill and decode, experts returned for each decoded token",
+    "choices-plain-stress": "plain server, experts returned for each token",
 }
 UNDISTURBED = "score of a stock server with HiSparse, no retracts"
 

@@ -2,7 +2,11 @@
 
 from figures.of_results import cards, read, table, table_if
 
-LIVES = {"store-restart": "killed and started again", "store-takeover": "another server goes on"}
+LIVES = {
+    "store-restart": "killed and started again",
+    "store-takeover": "another server goes on, in files",
+    "store-takeover-mooncake": "another server goes on, Mooncake over TCP",
+}
 NAMES = {"with a store": "this package", "stock with HiCache's files": "stock, HiCache's files"}
 
 
