@@ -5,7 +5,8 @@
 Two pairs of a prefill and a decode server over NIXL, all on one GPU, or each pair's servers on those of --devices. Both
 prefill servers keep sessions. Each round has new agents with a context of --tokens, a first turn and --turns later
 ones, on one pair and then on the other, which is suspended meanwhile; rounds change which is first. A next turn is sent
-when the store has the answers. The round before the first one is short, and not counted.
+when the store has the answers. Rounds before the first one have short contexts, and later turns that prefill as much:
+its kernels compile for 20 s a shape. They are not counted.
 
 Told are the tokens that the prefill server computes for a later turn by the words that are new in it, its first token,
 and the gaps between the tokens of all answers. The rest of the page in which an answer ends is always computed: 128
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks import store_servers as stores
 from benchmarks.client import model_of
+from benchmarks.scenes import PAGE
 from benchmarks.session_agents import Agents, Turn, median_wait, server_words
 from benchmarks.store_servers import OURS, PACKAGE, WARM_UP_CONTEXT, in_files
 from sglang_dsv4.bench import results
@@ -32,7 +34,7 @@ from sglang_dsv4.livetest.load import Load, count_outcomes
 from sglang_dsv4.livetest.retract_stats import percentile, read_log
 
 WITHOUT = "without"
-WARM_UP, SHORT_ANSWER = -1, 64
+WARM_UPS = (1, 2)  # agents, before all of them
 PREFILLED, SLOWER = 1.15, 1.02  # tokens by new words; a gap by that without
 
 Row = dict[str, Any]
@@ -123,20 +125,20 @@ def part(pair: Pair, round_: int, arguments: argparse.Namespace) -> Row:
 def measure(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Row]:
     """Returns a row for each pair and round, and one for all of a pair's."""
     for pair in pairs:
-        part(pair, WARM_UP, short(arguments))
+        for agents in sorted({*WARM_UPS, arguments.agents}):
+            part(pair, -agents, short(arguments, agents))
     rows = list[Row]()
     for round_ in range(arguments.rounds):
         rows += [part(pair, round_, arguments) for pair in pairs[:: -1 if round_ % 2 else 1]]
     return [*rows, *(together(name, [row for row in rows if row["run"] == name]) for name in (OURS, WITHOUT))]
 
 
-def short(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments of a warm-up: as many agents at a time, a later turn, and nothing of them long."""
-    new, answer = arguments.turn - arguments.answer, min(arguments.answer, SHORT_ANSWER)
-    context = min(arguments.tokens, WARM_UP_CONTEXT)
-    return argparse.Namespace(
-        **{**vars(arguments), "tokens": context, "turn": new + answer, "answer": answer, "turns": 1}
-    )
+def short(arguments: argparse.Namespace, agents: int) -> argparse.Namespace:
+    """Returns the arguments of a warm-up: a short context and answer, which end as far behind a page as the others."""
+    new, answer = arguments.turn - arguments.answer, min(arguments.answer, PAGE + arguments.answer % PAGE)
+    context = min(arguments.tokens, WARM_UP_CONTEXT + arguments.tokens % PAGE)
+    changed = {"agents": agents, "tokens": context, "turn": new + answer, "answer": answer, "turns": 1}
+    return argparse.Namespace(**vars(arguments) | changed)
 
 
 def together(name: str, rows: Sequence[Row]) -> Row:

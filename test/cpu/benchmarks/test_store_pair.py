@@ -100,3 +100,11 @@ def test_answers_that_come_back_are_not_prefilled(run):
 def test_a_bad_figure_misses_its_bound(run, ours, bound):
     status, missed, _ = run(FAIR | ours, {"computes": NEW + ANSWER, "gap": 0.04, "wait": 0.1})
     assert status == 1 and bound in missed
+
+
+def test_a_warm_up_prefills_as_much_in_a_later_turn():
+    arguments = store_pair.parse(["--config", str(CONFIG), "--tokens", "65600"])
+    short = store_pair.short(arguments, 2)
+    ends = [(said.tokens + said.answer) % store_pair.PAGE for said in (arguments, short)]
+    assert ends[0] == ends[1] and short.turn - short.answer == arguments.turn - arguments.answer
+    assert short.agents == 2 and short.tokens + short.answer < arguments.tokens / 3
