@@ -144,6 +144,7 @@ class Tier:
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
         self._to_tell: deque[Told] = deque()
         self._told_error, self._told_at = "" if client is None else client.last_error, 0.0
+        self._looked = time.monotonic()
         sessions.on_gone, sessions.has_store = self._forget, True
 
     @property
@@ -189,7 +190,11 @@ class Tier:
         return [_unpacked(number) for number in board.tell([_packed(told) for told in mine])]
 
     def _look(self, client: StoreClient) -> None:
-        """Notes what the client says, and which requests have waited long enough."""
+        """Notes what the client says, and which requests have waited long enough.
+
+        When a first answer came is not known, and a pass may be longer than a limit: such a pass is not the store's.
+        """
+        now = time.monotonic()
         for event in client.poll():
             number = self._asked.get(event.ticket)
             if number is None:
@@ -202,7 +207,9 @@ class Tier:
             self._to_tell.append(self._answer(number, one, event))
             if event.name != "found" or not event.value:
                 del self._asked[event.ticket]
-        now = time.monotonic()
+            elif isinstance(one, Ask):
+                one.limit += now - max(self._looked, one.started)
+        self._looked = now
         self._ask_again(client, now)
         for number, one in self._open.items():
             if isinstance(one, Ask) and not one.late and now > one.limit:

@@ -8,6 +8,7 @@ MUTANTS = (
         ("read-under-other-weights-is-kept", "or not told.value or not self.is_on:", "or not told.value:"),
         ("units-with-wrong-bytes-kept", "or not told.value or not self.is_on:", "or not self.is_on:"),
         ("request-waits-without-an-end", "and now > one.limit:", "and False:"),
+        ("long-pass-is-the-stores", "one.limit += now - max(self._looked, one.started)", "pass"),
         ("failed-pages-are-not-written-again", "        if not told.value:\n            self._offer_anew()\n", ""),
         ("written-before-it-is-on-the-host", "if not self._memory.tickets.is_over(write.copy.lease.ticket):",
          "if False:"),
