@@ -10,6 +10,7 @@ from typing import Any
 
 import oracle
 import pytest
+import torch
 import units_by_hand
 from pool_fixture import World
 from processes import exchange, on_ranks
@@ -25,8 +26,12 @@ from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 TOKENS = 2_060  # of nine pages rank 0 saves seven, rank 1 two and the tail of seven units
 
 
-def attached(rank: int, full: bool = False, verify: bool = False, ranks: int = 2, share: str = "auto") -> World:
-    """A rank's pool of the tiny model; what it holds follows from the rank. full: one copy fills it."""
+def attached(
+    rank: int, full: bool = False, verify: bool = False, ranks: int = 2, share: str = "auto", rows: Any = ()
+) -> World:
+    """A rank's pool of the tiny model; what it holds follows from the rank. full: one copy fills it. rows: the engine's
+    on the host, by full slot.
+    """
     spec = PoolSpec(pages=24, swa_pages=24)
     pool = make_pool(spec)
     engine_ranks.of_every_rank = exchange
@@ -34,6 +39,7 @@ def attached(rank: int, full: bool = False, verify: bool = False, ranks: int = 2
         agreed_size=engine_ranks.agreed_size,
         ranks=ranks,
         world=sharing.World(exchange, rank, "all") if share == "auto" else None,
+        host_rows=rows,
     )
     host_gb = units_by_hand.least(pool) * units_by_hand.unit_bytes(pool) / 2**30 if full else 0.03
     pool.attach_host(Settings(host_gb=host_gb, verify=verify, share=share), context)
@@ -91,6 +97,32 @@ def test_each_rank_loads_what_all_of_them_saved(tmp_path: Path) -> None:
     assert loaded not in (first, second)
     assert held == held_too and held[0] == held[1] and held[2] <= 0.03 * 2**30
     assert saved + saved_too == held[1] and 0.4 < saved / held[1] < 0.6, "each saved its half, once"
+
+
+def test_the_first_rank_gets_its_rows_back_beside_the_bytes_of_all(tmp_path: Path) -> None:
+    """It answers requests. Both count the rows in the size of the arena, which they map alike."""
+
+    def work(rank: int) -> Any:
+        rows = torch.arange(24 * 256 * 6, dtype=torch.int32).view(24 * 256, 3, 2) + rank
+        world = attached(rank, rows=[rows])
+        oracle.fill(world.pool, seed=7)
+        request = world.start(1, TOKENS)
+        expected, chosen = world.read(request), rows[request.slots].clone()
+        copy = world.save(request)
+        world.leave(request)
+        oracle.poison(world.pool)
+        rows.fill_(-1)
+        resumed = world.resume(copy, 3)
+        oracle.compare(expected, world.read(resumed))
+        back = torch.equal(rows[resumed.slots], chosen)
+        others = rows.clone()
+        others[resumed.slots] = -1
+        units = world.pool.host.memory.units
+        return back, bool((others == -1).all()), bool((rows == -1).all()), units.host_rows // 256
+
+    first, second = on_ranks(tmp_path, work)
+    assert first == (True, True, False, 24), "a token's rows, and nothing beside them"
+    assert second[2:] == (True, 24), "the other one's are left alone"
 
 
 @pytest.mark.parametrize("slow", [0, 1])
