@@ -101,6 +101,15 @@ def world() -> World | None:
     return World(of_every_rank, everybody.rank_in_group, tuple(group.ranks))
 
 
+def is_first() -> bool:
+    """Returns whether this is the first of the ranks that have the same requests."""
+    if not _distributed():
+        return True
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    return bool(get_attn_tp_group().rank_in_group == 0)
+
+
 def attention_ranks() -> int:
     """Counts the ranks that have the same requests, each with a shard of their work."""
     if not _distributed():

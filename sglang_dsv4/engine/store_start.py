@@ -25,8 +25,9 @@ from sglang_dsv4.sessions.trie import Point
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.store import identity
 from sglang_dsv4.store.backend import FOLDER, why_not
-from sglang_dsv4.store.client import LEAST_FREE, Arena, State, StoreClient
+from sglang_dsv4.store.client import LEAST_FREE, WORKER, Arena, State, StoreClient
 from sglang_dsv4.store.keys import Keys
+from sglang_dsv4.store.process import Early, launch
 from sglang_dsv4.store.tier import Patience, Tier
 
 START = 60.0  # seconds that a server's start waits for the store's process, which imports the engine
@@ -35,6 +36,24 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
 
 logger = logging.getLogger(__name__)
+
+
+_early: Early | None = None  # of this process's start
+
+
+def start_early() -> None:
+    """Starts the store's process, which imports the engine while host memory is pinned."""
+    global _early  # noqa: PLW0603 - a server has one start
+    end_early()
+    _early = Early(COMMAND or WORKER)
+
+
+def end_early() -> None:
+    """Ends a process that was started early and that no store took."""
+    global _early  # noqa: PLW0603
+    if _early is not None:
+        _early.close()
+        _early = None
 
 
 def join_store(
@@ -140,7 +159,7 @@ def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, 
     least = LEAST_FREE if folder is None else least_free(folder)
     return StoreClient(
         arena, sessions.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None,
-        command=COMMAND, least_free=least,
+        command=COMMAND, least_free=least, start=launch if _early is None else _early.launch,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ Three rules carry the module.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 import time
@@ -316,4 +315,4 @@ class StoreClient:
         self._delay = min(max(first, 2 * self._delay), longest)
 
     def _packed_hello(self) -> bytes:
-        return pack(Kind.HELLO, body=json.dumps({"parent": os.getpid(), **self._hello}).encode())
+        return pack(Kind.HELLO, body=json.dumps(self._hello).encode())

@@ -1,4 +1,4 @@
-"""Starts the process of a store, talks to it, kills and reaps it. Only the start and ``wait`` take time."""
+"""Starts the process of a store, talks to it, kills and reaps it. Only a start and ``wait`` take time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import mmap
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from sglang_dsv4.store.wire import CONTROL, MOST_BYTES
 
 SOCKET_BYTES = 1 << 20  # of packets that wait on either side
+ENDS = 1.0  # seconds for a process that was killed and holds nothing
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # torch is loaded there, a device never
 
 
@@ -56,6 +58,10 @@ class StoreProcess:
         self._child, self._socket = child, end
         end.setblocking(False)
 
+    def greet(self, hello: bytes, files: Sequence[int]) -> None:
+        """Sends the HELLO, with the files that the process maps. Raises OSError where nobody reads it."""
+        _greet(self._socket, hello, files)
+
     def send(self, packet: bytes) -> None:
         """Sends one packet. Raises BlockingIOError where the socket is full, another OSError where nobody reads it."""
         self._socket.send(packet, socket.MSG_NOSIGNAL)
@@ -92,24 +98,68 @@ class StoreProcess:
         self._socket.close()
 
 
-def launch(command: Sequence[str], files: Sequence[int], hello: bytes) -> StoreProcess:
-    """Starts a process, its HELLO in the socket already. Raises OSError; takes 1 ms, 8 on a busy machine.
+class Early:
+    """Holds a process that is started before there is memory to tell it of: it imports the engine meanwhile."""
 
-    command: argv; the numbers of its socket and of ``files`` follow it.
+    def __init__(self, command: Sequence[str]) -> None:
+        """Starts it; where that fails, ``launch`` tries again."""
+        self._process: StoreProcess | None = None
+        with contextlib.suppress(OSError):
+            self._process = _start(command, lambda ours: None)
+
+    def launch(self, command: Sequence[str], files: Sequence[int], hello: bytes) -> StoreProcess:
+        """Does as ``launch``: the first time with the process here, if it still runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                process.greet(hello, files)
+            except OSError:
+                _end(process)
+            else:
+                return process
+        return launch(command, files, hello)
+
+    def close(self) -> None:
+        """Ends the process, if nobody took it."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+
+def launch(command: Sequence[str], files: Sequence[int], hello: bytes) -> StoreProcess:
+    """Starts a process, its HELLO and ``files`` in the socket already. Raises OSError; takes 1 ms, 8 on a busy machine.
+
+    command: argv; the number of its socket and of this process follow it.
     """
+    return _start(command, lambda ours: _greet(ours, hello, files))
+
+
+def _start(command: Sequence[str], before: Callable[[socket.socket], None]) -> StoreProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.ExitStack() as undo:
         undo.callback(ours.close)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         ours.setblocking(False)
-        ours.send(hello)
-        inherited = (theirs.fileno(), *files)
+        before(ours)
         child = subprocess.Popen(
-            [*command, *map(str, inherited)],
-            pass_fds=inherited,
+            [*command, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_ENVIRONMENT},
         )
         undo.pop_all()
     return StoreProcess(child, ours)
+
+
+def _greet(ours: socket.socket, hello: bytes, files: Sequence[int]) -> None:
+    numbers = array("i", files)
+    ours.sendmsg(
+        [hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL
+    )  # send_fds has no flags
+
+
+def _end(process: StoreProcess) -> None:
+    process.kill()
+    process.wait(ENDS)
+    process.close()

@@ -1,4 +1,4 @@
-"""Runs the store's process: python -m sglang_dsv4.store.worker SOCKET ARENA SHARED (file numbers), see ``wire``.
+"""Runs the store's process: python -m sglang_dsv4.store.worker SOCKET PARENT (a file and a process), see ``wire``.
 
 It outlives nothing: it ends at a DRAIN, a SIGTERM, the end of the socket or of the scheduler (a forked child may hold
 the socket open), and writes before that what it was sent, for some seconds. It is killed where a call of the backend
@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,14 @@ from sglang_dsv4.store.lanes import SLOTS, Lanes
 from sglang_dsv4.store.ring import Ring
 from sglang_dsv4.store.threads import Channel, Getter, Inbox, Packet, Putter
 from sglang_dsv4.store.wire import Kind
+
+
+class Greeting(NamedTuple):
+    """Holds what the scheduler tells at first: the units of its arena are mapped, and the memory of both."""
+
+    hello: dict[str, Any]
+    units: np.ndarray
+    shared: np.ndarray
 
 
 class Worker:
@@ -149,35 +158,49 @@ def _map(fd: int, nbytes: int) -> np.ndarray:
     return memory
 
 
-def serve(sock: int, arena: int, shared: int, prepare: Callable[[], None] = import_engine) -> int:
-    """Runs the process over these file numbers, and returns its exit status. prepare: imports the engine."""
+def serve(sock: int, parent: int, prepare: Callable[[], None] = import_engine) -> int:
+    """Runs the process over this socket, and returns its exit status.
+
+    parent: the number of the scheduler's process. prepare: imports the engine, while the HELLO may still be waited for.
+    """
     channel = socket.socket(fileno=sock)
-    first = channel.recv(wire.MOST_BYTES)
-    if not first:
-        return 0
-    hello = json.loads(wire.unpack(first)[3])
     try:
-        parent = os.pidfd_open(hello["parent"])
+        lives = os.pidfd_open(parent)
     except ProcessLookupError:
         return 0
-    if os.getppid() != hello["parent"]:  # it died before, and the number is another's
+    if os.getppid() != parent:  # it died before, and the number is another's
         return 0
+    greeted = ThreadPoolExecutor(1).submit(_greeted, channel, lives)
+    prepare()
+    greeting = greeted.result()
+    return 0 if greeting is None else Worker(channel, *greeting).run(lives)
+
+
+def _greeted(channel: socket.socket, parent: int) -> Greeting | None:
+    """Returns what the scheduler tells at first, with its memory mapped; None where it ended before."""
+    poll = select.poll()
+    for fd in (channel.fileno(), parent):
+        poll.register(fd, select.POLLIN)
+    if channel.fileno() not in [fd for fd, _ in poll.poll()]:
+        return None
+    first, files, *_ = socket.recv_fds(channel, wire.MOST_BYTES, 2)
+    if not first:
+        return None
+    arena, shared = files
+    hello = json.loads(wire.unpack(first)[3])
     start, nbytes = hello["arena_start"], hello["units"] * hello["unit_bytes"]
     whole = _map(arena, hello["arena_bytes"])
     address = whole.__array_interface__["data"][0]
     threading.Thread(target=map_in, args=(address, whole.nbytes), daemon=True).start()  # 0.1 s a GiB
-    units = whole[start : start + nbytes]
-    worker = Worker(channel, hello, units, _map(shared, hello["shared_bytes"]))
-    prepare()
-    return worker.run(parent)
+    return Greeting(hello, whole[start : start + nbytes], _map(shared, hello["shared_bytes"]))
 
 
 def main() -> None:
     """Runs the process; nothing of it uses a GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.basicConfig(level=logging.WARNING, format="[%(asctime)s store] %(message)s")
-    sock, arena, shared = (int(number) for number in sys.argv[1:4])
-    status = serve(sock, arena, shared)
+    sock, parent = (int(number) for number in sys.argv[1:3])
+    status = serve(sock, parent)
     os._exit(status)  # a thread may hang in the backend, and its library's destructors, too
 
 

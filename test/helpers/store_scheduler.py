@@ -36,10 +36,11 @@ def memory(nbytes):
 class Scheduler:
     """Starts a process: forked, or by a ``command``; or forked by a process between, which may die.
 
-    silent: it dies before its HELLO. hello: what is other in it.
+    greets: whether it sends a HELLO; False: it dies before that, where no process is between. parent: told to the
+    process in the place of the real one. hello: what is other in it.
     """
 
-    def __init__(self, backend, config, *, command=None, between=False, silent=False, **hello):
+    def __init__(self, backend, config, *, command=None, between=False, greets=True, parent=None, **hello):
         nbytes = START + UNITS * UNIT + 4096
         self.arena_fd, self.file = memory(nbytes)
         self.file[:] = GUARD
@@ -50,27 +51,29 @@ class Scheduler:
         self.sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.between = None
         self.hello = {
-            "parent": os.getpid(), "arena_bytes": nbytes, "arena_start": START, "units": UNITS, "unit_bytes": UNIT,
+            "arena_bytes": nbytes, "arena_start": START, "units": UNITS, "unit_bytes": UNIT,
             "shared_bytes": shared.nbytes, "in_tail": TAIL, "backend": backend, "config": config, "model": "m",
             "secret": None, "drain": 10.0, "least_free": 0, **hello,
         }  # fmt: skip
-        self.packets, self.inbox = 0, []
+        self.packets, self.inbox, self.parent = 0, [], parent
         if command is not None:
-            fds = [self.theirs.fileno(), self.arena_fd, self.shared_fd]
-            words = [sys.executable, *command, *map(str, fds)]
-            self.pid = subprocess.Popen(words, pass_fds=fds).pid
+            words = [sys.executable, *command, str(self.theirs.fileno()), str(os.getpid())]
+            self.pid = subprocess.Popen(words, pass_fds=[self.theirs.fileno()]).pid
         elif between:
             self.pid = self._fork_between()
         else:
             self.pid = self._fork()
         self.theirs.close()
         self.pidfd = os.pidfd_open(self.pid)
-        if silent:
+        if not greets and not between:
             self.sock.close()
+        if not greets:
             return
-        self.send(Kind.HELLO, body=json.dumps(self.hello).encode())
+        hello = wire.pack(Kind.HELLO, body=json.dumps(self.hello).encode())
+        socket.send_fds(self.sock, [hello], [self.arena_fd, self.shared_fd])
 
     def _fork(self):
+        parent = self.parent or os.getpid()
         pid = os.fork()
         if pid == 0:
             status = 99
@@ -78,7 +81,7 @@ class Scheduler:
                 from sglang_dsv4.store.worker import serve
 
                 self.sock.close()
-                status = serve(self.theirs.detach(), self.arena_fd, self.shared_fd, prepare=lambda: None)
+                status = serve(self.theirs.detach(), parent, prepare=lambda: None)
             except BaseException:  # noqa: BLE001 - shown, and the fork must not go on with the tests
                 traceback.print_exc()
             finally:
@@ -91,7 +94,6 @@ class Scheduler:
         if self.between == 0:
             os.write(into, b"%d" % self._fork())
             signal.pause()
-        self.hello["parent"] = self.between
         pid = int(os.read(out, 32))
         os.close(out)
         os.close(into)

@@ -43,6 +43,16 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
 
     A prefill server retracts nothing. It reserves memory only to keep sessions.
     """
+    try:
+        _start(scheduler)
+    finally:
+        if read_settings().store.backend:
+            from sglang_dsv4.engine.store_start import end_early  # noqa: PLC0415
+
+            end_early()
+
+
+def _start(scheduler: Any) -> None:
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
 
     allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode

@@ -32,7 +32,6 @@ def test_first_poll_starts_and_ready_makes_it_up():
     assert (client.state, played.lives, client.write(pieces(1), KEY)) == (State.DOWN, [], None)
     assert played.passes() == []
     hello, mine = played.life.hello, client._shared
-    assert hello.pop("parent") > 0
     assert hello == {
         "arena_bytes": 1 << 20, "arena_start": 4096, "units": 200, "unit_bytes": 4096, "in_tail": 5, "backend": "file",
         "config": {"a": [1]}, "model": "model", "secret": "0102", "drain": 7.0, "least_free": 99,

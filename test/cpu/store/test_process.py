@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 from processes import FORK
+from store_scheduler import eventually
 
 import sglang_dsv4
 from sglang_dsv4.store import process as process_module
 from sglang_dsv4.store.client import Arena, Limits, State, StoreClient
+from sglang_dsv4.store.process import Early
 from sglang_dsv4.store.wire import Code, Piece, Question, Spot
 
 UNIT, UNITS, START = 512, 24, 4096
@@ -30,10 +32,11 @@ import json, mmap, os, signal, socket, struct, sys, threading, time
 from pathlib import Path
 from sglang_dsv4.store.wire import *
 
-mode, folder, (end, arena, shared) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
+mode, folder, (end, parent) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
 end = socket.socket(fileno=end)
-hello = json.loads(unpack(end.recv(MOST_BYTES))[3])
-assert hello["parent"] == os.getppid() and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+first, (arena, shared), *_ = socket.recv_fds(end, MOST_BYTES, 2)
+hello = json.loads(unpack(first)[3])
+assert parent == os.getppid() and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 arena, shared = mmap.mmap(arena, hello["arena_bytes"]), mmap.mmap(shared, hello["shared_bytes"])
 words, ids = memoryview(shared)[:CONTROL].cast("q"), memoryview(shared)[CONTROL:].cast("i")
 
@@ -191,6 +194,37 @@ def test_bytes_go_to_the_store_and_come_back(world):
     assert (event.value, event.units) == (bytes([Code.OK, Code.OK, Code.MISSING]), [9, 10, 11])
     assert [here.bytes(unit)[:1] for unit in (9, 10, 11)] == [b"\4", b"\5", b"p"]
     assert [event.value for event in here.events if event.name == "found"] == [0, 1]
+
+
+def test_a_process_that_was_started_early_is_the_first_one(world):
+    """It waits for its HELLO, with the memory, as long as nobody has any; a later start is another process."""
+    here = world(back_off=(0.0, 0.0))
+    early = Early(here.command("works"))
+    pid = early._process._child.pid
+    here.client._launch = early.launch
+    here.up()
+    assert here.client.info["pid"] == pid
+    assert here.answered(here.write(3), "stored").value == bytes(1)
+    early.close()
+    assert is_alive(pid), "it is the client's now"
+    os.kill(pid, signal.SIGKILL)
+    here.until(lambda: here.client.state is State.UP and here.client.info["pid"] != pid)
+    assert here.answered(here.write(4), "stored").value == bytes(1)
+
+
+def test_an_early_process_that_ended_is_replaced(world):
+    here = world()
+    early = Early((sys.executable, "-c", ""))
+    eventually(lambda: early._process.status() is not None)
+    here.client._launch = early.launch
+    assert here.up().client.counts["starts"] == 1
+
+
+def test_an_early_process_that_nobody_takes_ends(world):
+    early = Early(world().command("works"))
+    pid = early._process._child.pid
+    early.close()
+    assert not is_alive(pid)
 
 
 def test_sigkill_gives_the_units_back_and_the_next_process_works(world):

@@ -8,7 +8,10 @@ import signal
 import sys
 import time
 
+import pytest
+
 from sglang_dsv4.engine import store_start
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.store.client import Limits, State, StoreClient
 from sglang_dsv4.testing import demo_sessions
 
@@ -34,6 +37,25 @@ def wait_for(plain, done):
     while not done() and time.monotonic() < deadline:
         plain.tier.end_pass()
         time.sleep(0.005)
+
+
+def test_the_process_imports_the_engine_while_memory_is_reserved(monkeypatch, tmp_path):
+    attach, early = TokenToKVPool.attach_host, []
+
+    def attach_host(*arguments, **more):
+        early.append(store_start._early._process)
+        return attach(*arguments, **more)
+
+    monkeypatch.setattr(TokenToKVPool, "attach_host", attach_host)
+    _, _, plain = start(monkeypatch, tmp_path / "objects")
+    client = plain.tier._client
+    assert client.state is State.UP and [client._process] == early and store_start._early is None
+    plain.tier.close(5.0)
+    refused = []
+    monkeypatch.setattr(store_start, "config_of", lambda settings: refused.append(store_start._early) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start(monkeypatch, tmp_path / "objects")
+    assert refused[0]._process is None and store_start._early is None, "one that no store took is ended"
 
 
 def test_a_store_process_that_is_killed_at_random(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import select
 import signal
 import time
 from operator import attrgetter
+from pathlib import Path
 
 import lying_backend
 import numpy as np
@@ -481,7 +482,15 @@ def test_a_process_of_another_parent_ends_at_once(start):
 
 
 def test_a_scheduler_that_dies_before_its_hello_leaves_nothing(start):
-    assert start(silent=True).ends() == 0
+    assert start(greets=False).ends() == 0
+
+
+def test_a_scheduler_that_dies_before_its_hello_ends_it_though_the_socket_is_open(start):
+    one = start(between=True, greets=False)
+    eventually(lambda: len(list(Path(f"/proc/{one.pid}/task").iterdir())) > 1)  # it waits for the HELLO
+    os.kill(one.between, signal.SIGKILL)
+    os.waitpid(one.between, 0)
+    one.ends()
 
 
 def test_an_arena_that_is_smaller_than_said_is_not_mapped(start):
