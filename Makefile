@@ -30,7 +30,7 @@ test: $(BIN)/.ready-test
 # A real Mooncake and NIXL for test/cpu/store; without them those tests are skipped, and say so.
 stores: $(BIN)/.ready-stores
 
-# Four faults, really provoked: what a user sees of each.
+# Five faults, really provoked: what a user sees of each.
 drills: $(READY)
 	$(RUN) -m sglang_dsv4.cli.main drill $(ARGS)
 
