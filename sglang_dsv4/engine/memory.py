@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import agreed_size, is_first, place, true_on_every_rank, world
+from sglang_dsv4.engine.ranks import agreed_size, place, true_on_every_rank, world
 from sglang_dsv4.engine.retract import choices
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
@@ -50,10 +50,6 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
     if kept is not None:
         settings = kept.without_reserve(settings)
     draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
-    if settings.store.backend and pool.host is None and (context.world is None or is_first()):
-        from sglang_dsv4.engine.store_start import start_early  # noqa: PLC0415 - a server without a store has nothing of it
-
-        start_early()
     host = pool.attach_host(settings, context, draft)
     if host is None:
         pool.kept_rows = None

@@ -101,9 +101,9 @@ def world() -> World | None:
     return World(of_every_rank, everybody.rank_in_group, tuple(group.ranks))
 
 
-def is_first() -> bool:
-    """Returns whether this is the first of the ranks that have the same requests."""
-    if not _distributed():
+def may_be_first(share: str) -> bool:
+    """Returns whether this rank may be the first of an arena, as it is known before there is one. share: DSV4_SHARE."""
+    if share != "auto" or world() is None:
         return True
     from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.engine.memory import ranks_of
+from sglang_dsv4.engine.ranks import may_be_first
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.hostmem.memory import HostMemory
@@ -38,14 +39,14 @@ COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
 logger = logging.getLogger(__name__)
 
 
-_early: Early | None = None  # of this process's start
+_early: Early | None = None  # until the server's start is over
 
 
 def start_early() -> None:
-    """Starts the store's process, which imports the engine while host memory is pinned."""
+    """Starts the store's process on a rank that may have the client: it imports the engine while weights are loaded."""
     global _early  # noqa: PLW0603 - a server has one start
-    end_early()
-    _early = Early(COMMAND or WORKER)
+    if _early is None and may_be_first(read_settings().share):
+        _early = Early(COMMAND or WORKER)
 
 
 def end_early() -> None:

@@ -13,15 +13,23 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_dsv4.engine.hooks.install import require_landed
 from sglang_dsv4.models.seeded import fill
+from sglang_dsv4.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
 
 class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
-    """Requires the hooks: its constructor raises HooksNotLanded, and the server stops."""
+    """Requires the hooks: its constructor raises HooksNotLanded, and the server stops.
+
+    It is the first of a server that knows of all settings, so a store's process is started here.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_landed()
+        if read_settings().store.backend:
+            from sglang_dsv4.engine.store_start import start_early  # noqa: PLC0415 - others have nothing of a store
+
+            start_early()
         super().__init__(*args, **kwargs)
         self._seeded = False
 

@@ -5,9 +5,11 @@ import torch
 from sglang.srt.models.registry import import_model_classes
 from torch import nn
 
+from sglang_dsv4.engine import store_start
 from sglang_dsv4.engine.hooks import check
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
+from sglang_dsv4.models import deepseek_v4
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass
 from sglang_dsv4.models.seeded import fill
 
@@ -96,3 +98,17 @@ def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_bu
     monkeypatch.setattr(server, "installation", broken)
     with pytest.raises(HooksNotLanded, match="no such name"):
         DeepseekV4ForCausalLM(None)
+
+
+@pytest.mark.parametrize("store", [None, "/nvme/store"])
+def test_a_stores_process_starts_before_weights_are_loaded(monkeypatch, store):
+    begun = []
+    monkeypatch.setattr(deepseek_v4, "require_landed", lambda: begun.append("hooks"))
+    monkeypatch.setattr(store_start, "Early", lambda command: begun.append("process"))
+    monkeypatch.setattr(deepseek_v4.StockDeepseekV4ForCausalLM, "__init__", lambda self: begun.append("model"))
+    monkeypatch.delenv("DSV4_STORE", raising=False)
+    if store is not None:
+        monkeypatch.setenv("DSV4_STORE", store)
+    monkeypatch.setattr(DeepseekV4ForCausalLM, "__setattr__", object.__setattr__)
+    DeepseekV4ForCausalLM()
+    assert begun == ["hooks", *(["process"] if store else []), "model"]

@@ -276,6 +276,18 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
     assert on_ranks(tmp_path, work) == [(None, {}), None]
 
 
+@pytest.mark.parametrize(("share", "attention", "first"), [("auto", 2, [True, False]), ("auto", 1, [True] * 2),
+                                                           ("off", 2, [True] * 2)])  # fmt: skip
+def test_one_rank_of_an_arena_starts_a_store_early(
+    tmp_path: Path, share: str, attention: int, first: list[bool]
+) -> None:
+    def work(rank: int) -> bool:
+        lockstep(attention)
+        return engine_ranks.may_be_first(share)
+
+    assert on_ranks(tmp_path, work) == first
+
+
 @pytest.mark.parametrize("machines", (1, 2))
 def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machines: int) -> None:
     """Two of --nnodes on one machine, each with half of the ranks: the first one's launcher names the server."""

@@ -50,7 +50,6 @@ def objects(monkeypatch):
         return MemoryClient(found, memory)
 
     monkeypatch.setattr(store_start, "_client", made)
-    monkeypatch.setattr(store_start, "start_early", lambda: None)
     return found
 
 
@@ -376,12 +375,9 @@ def test_two_ranks_write_what_one_does(objects, monkeypatch, tmp_path):
         )  # fmt: skip
         for name in ("get_world_group", "get_attn_tp_group"):
             monkeypatch.setattr(parallel_state, name, lambda: group)
-        early = []
-        monkeypatch.setattr(store_start, "start_early", lambda: early.append(rank))
-        return *_written(objects), early
+        return _written(objects)
 
-    (both, ranks, early), (nothing, _, of_second) = on_ranks(tmp_path, work)
-    assert early and not of_second, "one process, of the rank that will have the client"
+    (both, ranks), (nothing, _) = on_ranks(tmp_path, work)
     alone, _ = _written(objects)
     assert ranks == 2 and not nothing
     assert both == alone and len(alone) == 1 + 1 + 2 + 3 * 6

@@ -29,7 +29,6 @@ def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, **cli
         return MemoryClient(objects, memory, seed, **client)
 
     monkeypatch.setattr(store_start, "_client", made)
-    monkeypatch.setattr(store_start, "start_early", lambda: None)
     world = demo_sessions.server("0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts)
     sessions, plain = demo_sessions.parts_of(world)
     return world, sessions, plain.tier

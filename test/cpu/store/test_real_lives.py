@@ -11,7 +11,6 @@ import time
 import pytest
 
 from sglang_dsv4.engine import store_start
-from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.store.client import Limits, State, StoreClient
 from sglang_dsv4.testing import demo_sessions
 
@@ -39,23 +38,23 @@ def wait_for(plain, done):
         time.sleep(0.005)
 
 
-def test_the_process_imports_the_engine_while_memory_is_reserved(monkeypatch, tmp_path):
-    attach, early = TokenToKVPool.attach_host, []
-
-    def attach_host(*arguments, **more):
-        early.append(store_start._early._process)
-        return attach(*arguments, **more)
-
-    monkeypatch.setattr(TokenToKVPool, "attach_host", attach_host)
+def test_the_process_of_an_early_start_is_taken_and_one_that_no_store_takes_is_ended(monkeypatch, tmp_path):
+    """The model starts it; see test_models."""
+    monkeypatch.setattr(store_start, "COMMAND", COMMAND)
+    store_start.start_early()
+    early, process = store_start._early, store_start._early._process
+    store_start.start_early()
+    assert store_start._early is early, "one of them"
     _, _, plain = start(monkeypatch, tmp_path / "objects")
     client = plain.tier._client
-    assert client.state is State.UP and [client._process] == early and store_start._early is None
+    assert client.state is State.UP and client._process is process and store_start._early is None
     plain.tier.close(5.0)
-    refused = []
-    monkeypatch.setattr(store_start, "config_of", lambda settings: refused.append(store_start._early) or 1 / 0)
+    store_start.start_early()
+    early = store_start._early
+    monkeypatch.setattr(store_start, "config_of", lambda settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(monkeypatch, tmp_path / "objects")
-    assert refused[0]._process is None and store_start._early is None, "one that no store took is ended"
+    assert early._process is None and store_start._early is None
 
 
 def test_a_store_process_that_is_killed_at_random(monkeypatch, tmp_path):
