@@ -32,6 +32,7 @@ from sglang_dsv4.command_line import COUNT
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import Load, count_outcomes
 from sglang_dsv4.livetest.retract_stats import percentile, read_log
+from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 WITHOUT = "without"
 WARM_UPS = (1, 2)  # agents, before all of them
@@ -125,17 +126,22 @@ def part(pair: Pair, round_: int, arguments: argparse.Namespace) -> Row:
 def measure(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Row]:
     """Returns a row for each pair and round, and one for all of a pair's."""
     for pair in pairs:
-        for agents in sorted({*WARM_UPS, arguments.agents}):
-            part(pair, -agents, short(arguments, agents))
+        for agents in sorted({*WARM_UPS, arguments.agents}) if pair.objects else [arguments.agents]:
+            part(pair, -agents, short(arguments, agents, pair.objects is not None))
     rows = list[Row]()
     for round_ in range(arguments.rounds):
         rows += [part(pair, round_, arguments) for pair in pairs[:: -1 if round_ % 2 else 1]]
     return [*rows, *(together(name, [row for row in rows if row["run"] == name]) for name in (OURS, WITHOUT))]
 
 
-def short(arguments: argparse.Namespace, agents: int) -> argparse.Namespace:
-    """Returns the arguments of a warm-up: a short context and answer, which end as far behind a page as the others."""
-    new, answer = arguments.turn - arguments.answer, min(arguments.answer, PAGE + arguments.answer % PAGE)
+def short(arguments: argparse.Namespace, agents: int, stored: bool) -> argparse.Namespace:
+    """Returns the arguments of a warm-up, whose later turns prefill as many tokens behind a short context.
+
+    stored: the answer comes back; a short one does, too, that ends as far behind a page.
+    """
+    new, answer = arguments.turn - arguments.answer, arguments.answer
+    if stored:
+        answer = min(answer, FEWEST_TOKENS + answer % PAGE)
     context = min(arguments.tokens, WARM_UP_CONTEXT + arguments.tokens % PAGE)
     changed = {"agents": agents, "tokens": context, "turn": new + answer, "answer": answer, "turns": 1}
     return argparse.Namespace(**vars(arguments) | changed)

@@ -101,13 +101,13 @@ def world() -> World | None:
     return World(of_every_rank, everybody.rank_in_group, tuple(group.ranks))
 
 
-def may_be_first(share: str) -> bool:
-    """Returns whether this rank may be the first of an arena, as it is known before there is one. share: DSV4_SHARE."""
-    if share != "auto" or world() is None:
+def will_be_first(share: str) -> bool:
+    """Returns whether this rank will be the first of an arena, if its ranks can share one. share: DSV4_SHARE."""
+    if attention_ranks() == 1:
         return True
     from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
 
-    return bool(get_attn_tp_group().rank_in_group == 0)
+    return share == "auto" and world() is not None and get_attn_tp_group().rank_in_group == 0
 
 
 def attention_ranks() -> int:

@@ -15,8 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.engine.memory import ranks_of
-from sglang_dsv4.engine.ranks import may_be_first
+from sglang_dsv4.engine.ranks import will_be_first
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.hostmem.memory import HostMemory
@@ -45,7 +46,10 @@ _early: Early | None = None  # until the server's start is over
 def start_early() -> None:
     """Starts the store's process on a rank that may have the client: it imports the engine while weights are loaded."""
     global _early  # noqa: PLW0603 - a server has one start
-    if _early is None and may_be_first(read_settings().share):
+    settings = read_settings()
+    if why := left_out("DSV4_PLAIN", settings.plain, engine_version()):  # ``join_store`` is behind these hooks
+        logger.warning("store: nothing is written or read: %s", why)
+    elif _early is None and will_be_first(settings.share):
         _early = Early(COMMAND or WORKER)
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,8 @@ from sglang_dsv4.store.lanes import SLOTS, Lanes
 from sglang_dsv4.store.ring import Ring
 from sglang_dsv4.store.threads import Channel, Getter, Inbox, Packet, Putter
 from sglang_dsv4.store.wire import Kind
+
+HELLO = 1800  # seconds; a server whose start takes longer gets another process
 
 
 class Greeting(NamedTuple):
@@ -59,7 +61,6 @@ class Worker:
         os.set_blocking(self._bell, False)
         signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the scheduler gets it, too
 
     def run(self, parent: int) -> int:
         """Returns the exit status. parent: a pidfd; not PR_SET_PDEATHSIG, which follows the thread that started us."""
@@ -163,6 +164,7 @@ def serve(sock: int, parent: int, prepare: Callable[[], None] = import_engine) -
 
     parent: the number of the scheduler's process. prepare: imports the engine, while the HELLO may still be waited for.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the scheduler gets it, too
     channel = socket.socket(fileno=sock)
     try:
         lives = os.pidfd_open(parent)
@@ -170,18 +172,26 @@ def serve(sock: int, parent: int, prepare: Callable[[], None] = import_engine) -
         return 0
     if os.getppid() != parent:  # it died before, and the number is another's
         return 0
-    greeted = ThreadPoolExecutor(1).submit(_greeted, channel, lives)
-    prepare()
+    greeted: Future[Greeting | None] = Future()
+    threading.Thread(target=_wait_for_hello, args=(greeted, channel, lives), daemon=True).start()
+    prepare()  # where it raises the process ends, and another one is started
     greeting = greeted.result()
     return 0 if greeting is None else Worker(channel, *greeting).run(lives)
 
 
+def _wait_for_hello(greeted: Future[Greeting | None], channel: socket.socket, parent: int) -> None:
+    try:
+        greeted.set_result(_greeted(channel, parent))
+    except Exception as error:  # noqa: BLE001 - raised in the main thread
+        greeted.set_exception(error)
+
+
 def _greeted(channel: socket.socket, parent: int) -> Greeting | None:
-    """Returns what the scheduler tells at first, with its memory mapped; None where it ended before."""
+    """Returns what the scheduler tells at first, with its memory mapped; None where it ended before, or never does."""
     poll = select.poll()
     for fd in (channel.fileno(), parent):
         poll.register(fd, select.POLLIN)
-    if channel.fileno() not in [fd for fd, _ in poll.poll()]:
+    if channel.fileno() not in [fd for fd, _ in poll.poll(1000 * HELLO)]:
         return None
     first, files, *_ = socket.recv_fds(channel, wire.MOST_BYTES, 2)
     if not first:

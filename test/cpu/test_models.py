@@ -100,15 +100,18 @@ def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_bu
         DeepseekV4ForCausalLM(None)
 
 
-@pytest.mark.parametrize("store", [None, "/nvme/store"])
-def test_a_stores_process_starts_before_weights_are_loaded(monkeypatch, store):
+@pytest.mark.parametrize(("store", "plain"), [(None, "auto"), ("/nvme/store", "auto"), ("/nvme/store", "off")])
+def test_a_stores_process_starts_before_weights_are_loaded(monkeypatch, store, plain, caplog):
     begun = []
     monkeypatch.setattr(deepseek_v4, "require_landed", lambda: begun.append("hooks"))
     monkeypatch.setattr(store_start, "Early", lambda command: begun.append("process"))
+    monkeypatch.setattr(store_start, "_early", None)
     monkeypatch.setattr(deepseek_v4.StockDeepseekV4ForCausalLM, "__init__", lambda self: begun.append("model"))
     monkeypatch.delenv("DSV4_STORE", raising=False)
     if store is not None:
         monkeypatch.setenv("DSV4_STORE", store)
     monkeypatch.setattr(DeepseekV4ForCausalLM, "__setattr__", object.__setattr__)
+    monkeypatch.setenv("DSV4_PLAIN", plain)
     DeepseekV4ForCausalLM()
-    assert begun == ["hooks", *(["process"] if store else []), "model"]
+    assert begun == ["hooks", *(["process"] if store and plain == "auto" else []), "model"]
+    assert ("store: nothing is written or read: DSV4_PLAIN" in caplog.text) is (plain == "off")

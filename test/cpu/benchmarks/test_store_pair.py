@@ -13,6 +13,7 @@ from fake_http import Handler, Plain, running
 
 from benchmarks import store_pair, store_servers
 from benchmarks.store_servers import OURS
+from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 CONFIG = Path(__file__).parents[3] / "benchmarks" / "flash_config.json"
 NEW, ANSWER, AGENTS, TURNS = 200, 6, 2, 1
@@ -102,9 +103,14 @@ def test_a_bad_figure_misses_its_bound(run, ours, bound):
     assert status == 1 and bound in missed
 
 
-def test_a_warm_up_prefills_as_much_in_a_later_turn():
-    arguments = store_pair.parse(["--config", str(CONFIG), "--tokens", "65600"])
-    short = store_pair.short(arguments, 2)
-    ends = [(said.tokens + said.answer) % store_pair.PAGE for said in (arguments, short)]
-    assert ends[0] == ends[1] and short.turn - short.answer == arguments.turn - arguments.answer
-    assert short.agents == 2 and short.tokens + short.answer < arguments.tokens / 3
+@pytest.mark.parametrize("more", [[], ["--tokens", "2048", "--turn", "1700", "--answer", "1500"]])
+def test_a_warm_up_prefills_as_much_in_a_later_turn(more):
+    """What is stored of both answers ends as far before the later prompt, and is worth an ask."""
+    arguments = store_pair.parse(["--config", str(CONFIG), *more])
+    short, page = store_pair.short(arguments, 2, True), store_pair.PAGE
+    prompts = [(said.tokens + said.turn, (said.tokens + said.answer) // page * page) for said in (arguments, short)]
+    assert prompts[0][0] - prompts[0][1] == prompts[1][0] - prompts[1][1]
+    assert prompts[1][1] - short.tokens // page * page >= FEWEST_TOKENS
+    assert short.agents == 2 and (more or short.tokens + short.answer < arguments.tokens / 3)
+    alone = store_pair.short(arguments, 4, False)
+    assert (alone.turn, alone.answer) == (arguments.turn, arguments.answer)

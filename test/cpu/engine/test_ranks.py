@@ -277,13 +277,13 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("share", "attention", "first"), [("auto", 2, [True, False]), ("auto", 1, [True] * 2),
-                                                           ("off", 2, [True] * 2)])  # fmt: skip
+                                                           ("off", 2, [False] * 2)])  # fmt: skip
 def test_one_rank_of_an_arena_starts_a_store_early(
     tmp_path: Path, share: str, attention: int, first: list[bool]
 ) -> None:
     def work(rank: int) -> bool:
         lockstep(attention)
-        return engine_ranks.may_be_first(share)
+        return engine_ranks.will_be_first(share)
 
     assert on_ranks(tmp_path, work) == first
 

@@ -212,9 +212,17 @@ def test_a_process_that_was_started_early_is_the_first_one(world):
     assert here.answered(here.write(4), "stored").value == bytes(1)
 
 
-def test_an_early_process_that_ended_is_replaced(world):
+IMPORT_FAILS = """
+import sys
+from sglang_dsv4.store.worker import serve
+serve(*map(int, sys.argv[1:]), prepare=lambda: 1 / 0)
+"""
+
+
+@pytest.mark.parametrize("program", ["", IMPORT_FAILS])
+def test_an_early_process_that_ended_is_replaced(world, program):
     here = world()
-    early = Early((sys.executable, "-c", ""))
+    early = Early((sys.executable, "-c", program))
     eventually(lambda: early._process.status() is not None)
     here.client._launch = early.launch
     assert here.up().client.counts["starts"] == 1
