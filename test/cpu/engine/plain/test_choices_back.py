@@ -5,9 +5,11 @@ The stand-in's choices at a position follow from the tokens up to it, so a lost,
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ from sglang_dsv4.testing.integrity import Pages
 EXPERTS_ARE, INDEX_IS = {"enable_return_routed_experts": True}, {"enable_return_indexer_topk": True}
 BOTH = EXPERTS_ARE | INDEX_IS
 NOTHING = -7  # no choice is negative
+PACKAGE, TESTING = "/sglang_dsv4/", "/sglang_dsv4/testing/"
 
 
 def asking(world: Any) -> Any:
@@ -100,6 +103,38 @@ def test_requests_of_a_random_life_return_their_own_choices(server: str, seed: i
     assert len({req.rid for req in world.requests if req.finished()}) == len(world.requests) > len(forks)
     assert_own(world, *world.requests)
     nothing_is_held(world)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("sessions", ["off", "auto"])
+def test_a_step_without_a_retract_runs_no_line_of_this_package_more(
+    overlap: bool, sessions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What choices cost it is the engine's own recording."""
+    monkeypatch.setenv("DSV4_SESSIONS", sessions)
+
+    def of_steps(world: Any) -> Counter[str]:
+        called = Counter[str]()
+        for number in range(3):
+            world.submit(range(number * 1000, number * 1000 + 300), max_new=40)
+        run_until(world, lambda: all(len(req.output_ids) > 2 for req in world.requests))
+
+        def count(frame: FrameType, event: str, _: Any) -> None:
+            at = frame.f_code
+            if event == "call" and PACKAGE in at.co_filename and TESTING not in at.co_filename:
+                called[f"{at.co_filename}:{at.co_name}"] += 1
+
+        sys.setprofile(count)
+        try:
+            for _ in range(20):
+                world.step()
+        finally:
+            sys.setprofile(None)
+        assert not any(req.finished() for req in world.requests)
+        return called
+
+    without = of_steps(small_world(overlap=overlap))
+    assert without and of_steps(asking(small_world(server_args=BOTH, overlap=overlap))) == without
 
 
 @pytest.mark.parametrize("way", [EXPERTS_ARE, INDEX_IS, BOTH])
