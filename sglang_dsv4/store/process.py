@@ -153,10 +153,8 @@ def _start(command: Sequence[str], before: Callable[[socket.socket], None]) -> S
 
 
 def _greet(ours: socket.socket, hello: bytes, files: Sequence[int]) -> None:
-    numbers = array("i", files)
-    ours.sendmsg(
-        [hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL
-    )  # send_fds has no flags
+    numbers = array("i", files)  # by hand: socket.send_fds passes no flags on
+    ours.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)
 
 
 def _end(process: StoreProcess) -> None:
