@@ -50,7 +50,8 @@ class Server:
     its loop. weight_version: changes with each weight update. clean_version: that of all that lies in the cache, unless
     some of it was computed across an update. emptied: its last flush. early_stream: the stream of the forward that told
     the scheduler early that its tables are read; None where none does. draft_inputs: see ``drafts``. target_refused:
-    the target's attention backend gets no metadata from here, so its draft's gets none either. unheard: counts made
+    the target's attention backend gets no metadata from here, so its draft's gets none either. early_store: a store's
+    process, until the start is over. unheard: counts made
     before the scheduler, which has the metrics collector, began its loop.
     """
 
@@ -63,6 +64,7 @@ class Server:
     early_stream: Any = None
     draft_inputs: DraftInputs = field(default_factory=DraftInputs)
     target_refused: bool = False
+    early_store: Any = None
     unheard: list[Any] = field(default_factory=list)
 
     @property

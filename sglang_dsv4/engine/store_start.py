@@ -19,6 +19,7 @@ from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.engine.memory import ranks_of
 from sglang_dsv4.engine.ranks import will_be_first
 from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -40,25 +41,13 @@ COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
 logger = logging.getLogger(__name__)
 
 
-_early: Early | None = None  # until the server's start is over
-
-
 def start_early() -> None:
     """Starts the store's process on a rank that may have the client: it imports the engine while weights are loaded."""
-    global _early  # noqa: PLW0603 - a server has one start
     settings = read_settings()
     if why := left_out("DSV4_PLAIN", settings.plain, engine_version()):  # ``join_store`` is behind these hooks
         logger.warning("store: nothing is written or read: %s", why)
-    elif _early is None and will_be_first(settings.share):
-        _early = Early(COMMAND or WORKER)
-
-
-def end_early() -> None:
-    """Ends a process that was started early and that no store took."""
-    global _early  # noqa: PLW0603
-    if _early is not None:
-        _early.close()
-        _early = None
+    elif server.early_store is None and will_be_first(settings.share):
+        server.early_store = Early(COMMAND or WORKER)
 
 
 def join_store(
@@ -164,7 +153,7 @@ def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, 
     least = LEAST_FREE if folder is None else least_free(folder)
     return StoreClient(
         arena, sessions.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None,
-        command=COMMAND, least_free=least, start=launch if _early is None else _early.launch,
+        command=COMMAND, least_free=least, start=launch if server.early_store is None else server.early_store.launch,
     )  # fmt: skip
 
 

@@ -180,7 +180,8 @@ def checkout(tmp_path, monkeypatch):
 def test_the_command_of_a_result_runs_in_this_tree(name):
     command = RESULTS[name]["command"]
     assert refusal(command) is None, command
-    assert not re.search(r"(^|[ =])/(?!tmp/)", command), "a path of the machine that it ran on"
+    command = re.sub(r"^(.* )?DSV4_STORE=/tmp/[\w-]+ ", "", command)  # absolute by its rule, and as the tables have it
+    assert not re.search(r"(^|[ =])/", command), "a path of the machine that it ran on"
 
 
 @pytest.mark.usefixtures("checkout")

@@ -105,7 +105,7 @@ def test_a_stores_process_starts_before_weights_are_loaded(monkeypatch, store, p
     begun = []
     monkeypatch.setattr(deepseek_v4, "require_landed", lambda: begun.append("hooks"))
     monkeypatch.setattr(store_start, "Early", lambda command: begun.append("process"))
-    monkeypatch.setattr(store_start, "_early", None)
+    monkeypatch.setattr(server, "early_store", None)
     monkeypatch.setattr(deepseek_v4.StockDeepseekV4ForCausalLM, "__init__", lambda self: begun.append("model"))
     monkeypatch.delenv("DSV4_STORE", raising=False)
     if store is not None:

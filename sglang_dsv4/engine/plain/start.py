@@ -26,6 +26,7 @@ from sglang_dsv4.engine.plain import publish
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.ranks import attention_ranks
 from sglang_dsv4.engine.releases import engine_release
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
@@ -46,10 +47,9 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     try:
         _start(scheduler)
     finally:
-        if read_settings().store.backend:
-            from sglang_dsv4.engine.store_start import end_early  # noqa: PLC0415
-
-            end_early()
+        if server.early_store is not None:
+            server.early_store.close()  # unless a store took its process
+            server.early_store = None
 
 
 def _start(scheduler: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_bad_figure_misses_its_bound(run, ours, bound):
 
 @pytest.mark.parametrize("more", [[], ["--tokens", "2048", "--turn", "1700", "--answer", "1500"]])
 def test_a_warm_up_prefills_as_much_in_a_later_turn(more):
-    """What is stored of both answers ends as far before the later prompt, and is worth an ask."""
+    """Both answers are stored up to as many tokens before the later prompt, which are worth an ask."""
     arguments = store_pair.parse(["--config", str(CONFIG), *more])
     short, page = store_pair.short(arguments, 2, True), store_pair.PAGE
     prompts = [(said.tokens + said.turn, (said.tokens + said.answer) // page * page) for said in (arguments, short)]

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from sglang_dsv4.engine import store_start
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.store.client import Limits, State, StoreClient
 from sglang_dsv4.testing import demo_sessions
 
@@ -42,19 +43,19 @@ def test_the_process_of_an_early_start_is_taken_and_one_that_no_store_takes_is_e
     """The model starts it; see test_models."""
     monkeypatch.setattr(store_start, "COMMAND", COMMAND)
     store_start.start_early()
-    early, process = store_start._early, store_start._early._process
+    early, process = server.early_store, server.early_store._process
     store_start.start_early()
-    assert store_start._early is early, "one of them"
+    assert server.early_store is early, "one of them"
     _, _, plain = start(monkeypatch, tmp_path / "objects")
     client = plain.tier._client
-    assert client.state is State.UP and client._process is process and store_start._early is None
+    assert client.state is State.UP and client._process is process and server.early_store is None
     plain.tier.close(5.0)
     store_start.start_early()
-    early = store_start._early
+    early = server.early_store
     monkeypatch.setattr(store_start, "config_of", lambda settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(monkeypatch, tmp_path / "objects")
-    assert early._process is None and store_start._early is None
+    assert early._process is None and server.early_store is None
 
 
 def test_a_store_process_that_is_killed_at_random(monkeypatch, tmp_path):

@@ -29,7 +29,13 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "million": sessions.million,
         "crowd": sessions.crowd,
     },
-    "docs/store.md": {"tiers": store.tiers, "lives": store.lives, "writes": store.writes},
+    "docs/store.md": {
+        "tiers": store.tiers,
+        "lives": store.lives,
+        "sizes": store.sizes,
+        "writes": store.writes,
+        "answers": store.answers,
+    },
     "docs/peers.md": {"one run": pages.one_run},
     "docs/prep.md": {"graphs": pages.graphs},
 }

@@ -36,6 +36,28 @@ def lives() -> str:
     return table_if(head, rows)
 
 
+def sizes() -> str:
+    """Returns what a session takes on disk, beside HiCache's."""
+    result = read("store-restart")
+    if result is None:
+        return ""
+    said = "; ".join(f"{NAMES[row['run']]}: {row['bytes_a_session'] / 1e6:.0f} MB" for row in result["rows"])
+    return f"[Files of a session](results/store-restart.json) of 64K tokens, after two turns: {said}."
+
+
+def answers() -> str:
+    """Returns how many later turns of a pair went on from answers, under retracts."""
+    result = read("pd-store-stress")
+    if result is None:
+        return ""
+    row = result["rows"][0]
+    hits = row["sessions"]["hits"]
+    return (
+        f"A pair under {row['saves']} [forced retracts](results/live.md#under-retracts), {cards(result)}: "
+        f"{hits['store']} of {sum(hits.values())} later turns with a session had it from the store, each load compared."
+    )
+
+
 def writes() -> str:
     """Returns the cost of writes for those that decode."""
     result = read("store-busy")

@@ -110,7 +110,7 @@ def test_requests_of_a_random_life_return_their_own_choices(server: str, seed: i
 def test_a_step_without_a_retract_runs_no_line_of_this_package_more(
     overlap: bool, sessions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What choices cost it is the engine's own recording."""
+    """The engine's own recording is all that choices cost it."""
     monkeypatch.setenv("DSV4_SESSIONS", sessions)
 
     def of_steps(world: Any) -> Counter[str]:
