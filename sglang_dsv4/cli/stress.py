@@ -217,7 +217,10 @@ def judge_sessions(log: dict[str, Any], arguments: argparse.Namespace) -> list[d
             "points loaded that their request did not find", "<= 0", found.get("fallbacks", {}).get(NOT_MATCHED, 0)
         ),
     ]
-    if later:
+    if later and arguments.kill_store:  # a turn that came while there was no process found nothing
+        answered = found.get("hits", {}).get("store", 0)
+        bounds.append(results.bound("later turns that went on from the store", ">= 1", answered))
+    elif later:
         bounds.append(results.bound("later turns that went on from a session, share", f">= {WENT_ON}", hits / later))
     if arguments.verify:
         not_compared = hits - found.get("verified", 0)

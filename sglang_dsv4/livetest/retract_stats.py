@@ -41,8 +41,9 @@ PREFIX = "sglang_dsv4_"
 
 Rank = tuple[int, int, int]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
 Series = dict[str, float]  # by name without PREFIX, what has reasons or places as "fallbacks/REASON"
-KINDS = ("reason", "where", "kind", "type", "outcome")  # labels that divide a series
+KINDS = ("reason", "where", "kind", "type", "op", "outcome")  # labels that divide a series
 DECISIONS = {"saves", "loads", "fallbacks", "session_hits", "session_evicted"}  # alike on ranks that retract together
+STORE = ("points", "asks", "units")  # series of a store, by outcome
 EXACT = ("held_high_gib", "arena_gib", "copies_alive_at_end")  # the log has two decimals, and no copy that is dropped
 
 
@@ -159,7 +160,7 @@ def counted_at(url: str) -> dict[str, Any]:
 def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict[str, Any]:
     """Returns the difference between two readings of the metrics; the gauges are those of the second.
 
-    sessions: of a server that keeps them.
+    sessions, store: of a server that has them.
     """
     grown = {
         rank: {name: value - before.get(rank, {}).get(name, 0.0) for name, value in series.items()}
@@ -176,7 +177,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         return 1e3 * count.get(f"{kind}_seconds", 0.0) / max(1.0, count.get(f"{kind}s", 0.0))
 
     def divided(name: str) -> dict[str, int]:
-        return {kind.split("/")[1]: int(n) for kind, n in count.items() if kind.startswith(f"{name}/") and n}
+        return {kind.split("/", 1)[1]: int(n) for kind, n in count.items() if kind.startswith(f"{name}/") and n}
 
     fallbacks = divided("fallbacks")
     sessions = {
@@ -189,6 +190,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
     }
     return {
         **({"sessions": sessions} if "session_points" in count else {}),
+        **({"store": {name: divided(f"store_{name}") for name in STORE}} if "store_up" in count else {}),
         "saves": int(count.get("saves", 0)),
         "loads": int(count.get("loads", 0)),
         "verified": int(count.get("verified", 0)),

@@ -9,7 +9,7 @@ from fake_http import Handler, running, series
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_dsv4.livetest.retract_stats import between, counted_at, read_log, together
-from sglang_dsv4.metrics import Counters, SessionCounters
+from sglang_dsv4.metrics import Counters, SessionCounters, StoreCounters
 
 LOG = """\
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
@@ -121,6 +121,27 @@ def test_sessions_are_read_by_kind_and_only_where_they_are_kept():
     }  # fmt: skip
     with played(series(3)) as url:
         assert "sessions" not in counted_at(url)
+
+
+def test_a_store_is_read_by_outcome_and_puts_are_not_gets():
+    labels = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+    registry = CollectorRegistry()
+    counters = StoreCounters()
+    counters.export(labels, registry)
+    for name, *outcome in (
+        ("asks", "late"),
+        ("asks", "hit"),
+        ("asks", "late"),
+        ("units", "put", "ok"),
+        ("points", "gone"),
+    ):
+        counters.add(name, 1, *outcome)
+    counters.add("units", 5, "get", "ok")
+    with played(generate_latest(registry)) as url:
+        found = counted_at(url)["store"]
+    assert found == {"points": {"gone": 1}, "asks": {"late": 2, "hit": 1}, "units": {"put/ok": 1, "get/ok": 5}}
+    with played(series(3)) as url:
+        assert "store" not in counted_at(url)
 
 
 def played(metrics):

@@ -35,6 +35,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "sizes": store.sizes,
         "writes": store.writes,
         "answers": store.answers,
+        "damage": store.damage,
     },
     "docs/peers.md": {"one run": pages.one_run},
     "docs/prep.md": {"graphs": pages.graphs},

@@ -97,6 +97,7 @@ def pair() -> str:
     )
 
 
+CROWDS = {"sessions-crowd": "", "sessions-crowd-drafts": ", EAGLE", "sessions-crowd-flash": ", Flash's shape"}
 CROWD = {
     "tokens a second, by those without, median round, {} running": "tokens a second, median round",
     "the same, low end of the 99% interval, {} running": "low end of its 99% interval",
@@ -106,13 +107,19 @@ CROWD = {
 
 def crowd() -> str:
     """Returns one row a number of running requests that never come back."""
-    result = read("sessions-crowd")
-    rows = [] if result is None else [
-        (f"[{size} running](results/sessions-crowd.json), {cards(result)}",
-         *(agent_bound(result, name.format(size), 2) for name in CROWD))
+    rows = [
+        (f"[{size} running{of}](results/{name}.json), {cards(result)}",
+         *(agent_bound(result, bound.format(size), 2) for bound in CROWD), f"{in_saves(result, size):.1%}")
+        for name, of in CROWDS.items() if (result := read(name)) is not None
         for size in sorted({row["size"] for row in result["rows"]})
     ]  # fmt: skip
-    return table_if(("by the server with `off`", *CROWD.values()), rows)
+    return table_if(("by the server with `off`", *CROWD.values(), "of its time in saves"), rows)
+
+
+def in_saves(result: Result, size: int) -> float:
+    """Returns the share of the time of all rounds with sessions that the scheduler spent in saves."""
+    rows = [row for row in result["rows"] if row["size"] == size and row.get("save_seconds")]
+    return float(sum(row["save_seconds"] for row in rows) / sum(row["seconds"] for row in rows))
 
 
 def million() -> str:

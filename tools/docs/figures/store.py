@@ -58,6 +58,19 @@ def answers() -> str:
     )
 
 
+def damage() -> str:
+    """Returns what a second life finds of a store that was damaged, and a turn later."""
+    result = read("store-damage")
+    if result is None:
+        return ""
+    now, later = result["rows"]
+    return (
+        f"After [{now['spoiled']} files were flipped, cut and swapped](results/store-damage.json), {cards(result)}: "
+        f"{now['whole']} of {now['asked']} answers whole, {now['cached']:.0%} of the tokens written cached, scores as "
+        f"computed. A turn later {later['cached']:.0%} are: bad objects are replaced."
+    )
+
+
 def writes() -> str:
     """Returns the cost of writes for those that decode."""
     result = read("store-busy")
