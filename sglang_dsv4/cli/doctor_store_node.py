@@ -170,20 +170,21 @@ def _content(name: str) -> np.ndarray:
     return np.frombuffer(np.random.default_rng(list(seed)).bytes(UNIT_BYTES), np.uint8)
 
 
-def _import_engine() -> None:
-    """Imports the engine; on a machine where torchvision has no operators, too, which no server runs on."""
+def _import_engine(name: str) -> None:
+    """Imports what the backend ``name`` needs, also where torchvision has no operators, as on no server."""
     try:
         import torchvision  # noqa: F401, PLC0415
     except (ImportError, RuntimeError):
         _define_torchvision_ops()
-    import_engine()
+    import_engine(name)
 
 
 def serve(calls: Connection) -> None:
     """Makes the node of the first message, and answers (name, arguments) with (whether it went well, the answer)."""
     try:
-        _import_engine()
-        node = Node(*calls.recv())
+        made_of = calls.recv()
+        _import_engine(made_of[0])
+        node = Node(*made_of)
         calls.send((True, node.about()))
         while True:
             name, arguments = calls.recv()

@@ -47,7 +47,7 @@ def start_early() -> None:
     if why := left_out("DSV4_PLAIN", settings.plain, engine_version()):  # ``join_store`` is behind these hooks
         logger.warning("store: nothing is written or read: %s", why)
     elif server.early_store is None and will_be_first(settings.share):
-        server.early_store = Early(COMMAND or WORKER)
+        server.early_store = Early((*(COMMAND or WORKER), settings.store.backend))
 
 
 def join_store(

@@ -80,13 +80,15 @@ class StoreClient:
     ) -> None:  # fmt: skip
         """Prepares; the first ``poll`` starts the process.
 
-        in_tail: units of a window. config: the backend's, as in JSON. command: argv of the process. least_free: bytes
-        of disk that a store of files leaves. start: as ``launch``. Raises ValueError for a config that is too long.
+        in_tail: units of a window. config: the backend's, as in JSON. command: argv of the process; the backend's name
+        follows it. least_free: bytes of disk that a store of files leaves. start: as ``launch``. Raises ValueError for
+        a config that is too long.
         """
         self.state, self.last_error = State.DOWN, ""
         self.info: dict[str, Any] = {}  # what the last process said when it was ready
         self.counts = dict.fromkeys(("starts", "killed", "died", "refused", "full"), 0)
-        self._arena, self._limits, self._command = arena, limits, WORKER if command is None else command
+        self._arena, self._limits = arena, limits
+        self._command = *(WORKER if command is None else command), backend
         self._clock, self._launch = clock, start
         self._shared = SharedMemory(limits.ids)
         self._words = self._shared.words

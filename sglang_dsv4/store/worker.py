@@ -1,4 +1,4 @@
-"""Runs the store's process: python -m sglang_dsv4.store.worker SOCKET PARENT (a file and a process), see ``wire``.
+"""Runs the store's process: python -m sglang_dsv4.store.worker BACKEND SOCKET PARENT (a file, a process), see ``wire``.
 
 It outlives nothing: it ends at a DRAIN, a SIGTERM, the end of the socket or of the scheduler (a forked child may hold
 the socket open), and writes before that what it was sent, for some seconds. It is killed where a call of the backend
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,7 +160,7 @@ def _map(fd: int, nbytes: int) -> np.ndarray:
     return memory
 
 
-def serve(sock: int, parent: int, prepare: Callable[[], None] = import_engine) -> int:
+def serve(sock: int, parent: int, prepare: Callable[[], None]) -> int:
     """Runs the process over this socket, and returns its exit status.
 
     parent: the number of the scheduler's process. prepare: imports the engine, while the HELLO may still be waited for.
@@ -209,8 +210,8 @@ def main() -> None:
     """Runs the process; nothing of it uses a GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.basicConfig(level=logging.WARNING, format="[%(asctime)s store] %(message)s")
-    sock, parent = (int(number) for number in sys.argv[1:3])
-    status = serve(sock, parent)
+    backend, sock, parent = sys.argv[1:]
+    status = serve(int(sock), int(parent), partial(import_engine, backend))
     os._exit(status)  # a thread may hang in the backend, and its library's destructors, too
 
 

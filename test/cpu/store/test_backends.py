@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -71,6 +73,16 @@ def test_a_page_for_a_read_is_the_slot_that_was_aimed_at_once(ring):
     page.fill_(9)
     ring.set_from_flat_data_page(5, page)
     assert (ring.slot(5) == 9).all()
+
+
+def test_a_process_for_files_imports_nothing_of_models():
+    """They are most of the time in which a server has no store after its process died."""
+    program = (
+        "import sys\nfrom sglang_dsv4.store.backend import import_engine\nimport_engine('file')\n"
+        "from sglang.srt.mem_cache.hicache_storage import HiCacheFile\n"
+        "assert not {'transformers', 'sglang.lang', 'sglang.srt.managers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_files_have_the_bytes_of_the_slots_and_come_back(made):

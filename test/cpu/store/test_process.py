@@ -32,7 +32,7 @@ import json, mmap, os, signal, socket, struct, sys, threading, time
 from pathlib import Path
 from sglang_dsv4.store.wire import *
 
-mode, folder, (end, parent) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
+mode, folder, (end, parent) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[-2:])
 end = socket.socket(fileno=end)
 first, (arena, shared), *_ = socket.recv_fds(end, MOST_BYTES, 2)
 hello = json.loads(unpack(first)[3])

@@ -54,7 +54,7 @@ def files_of(start, pieces):
 
 
 def test_the_command_writes_finds_loads_and_ends(start):
-    first = start(command=["-m", "sglang_dsv4.testing.store_worker"])
+    first = start(command=["-m", "sglang_dsv4.testing.store_worker", "file"])
     info = json.loads(first.wait(Kind.READY, seconds=100)[1])
     assert info["pid"] == first.pid and info["backend"] == "file"
     arena = max(
