@@ -91,16 +91,6 @@ class Conversations:
                 turn.new_tokens.append(draw.randint(*arguments.new_tokens))
         return made
 
-    @property
-    def follow_ups(self) -> list[list[int]]:
-        """Returns the additions of the second turns."""
-        return self.later[0].prompts
-
-    @property
-    def later_tokens(self) -> list[int]:
-        """Returns the lengths of the answers of the second turns."""
-        return self.later[0].new_tokens
-
 
 def ending_behind_an_edge(prompt: int, new_tokens: int) -> int:
     """Returns ``new_tokens`` or more, so that the tokens saved end 1 to 127 behind a page's edge."""

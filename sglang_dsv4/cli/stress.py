@@ -17,7 +17,9 @@ loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree
 retracts there may be no other difference than without, and one must be seen where copies lose their rows of choices.
 --turns: all prompts are answered, then all go on behind their answers, and so on, on a plain server or a pair. A plain
 server keeps sessions, the prefill server of a pair where DSV4_SESSIONS asks it to: these turns must go on from the
-host, each load compared, and after a flush nothing may be held. --turns and --keep-tree keep the tree.
+host, each load compared, and after a flush nothing may be held. --turns and --keep-tree keep the tree. Scored are the
+answers of last turns, which read pages that restored requests published, or HiCache or sessions brought back; each
+zeroed run holds its conversations from the first turn.
 --kill-store: a plain server with DSV4_STORE loses its store process every so many seconds, and nothing else.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
 its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). Its counts are read
@@ -37,13 +39,15 @@ from typing import Any
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import choices, score, servers
-from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, check_lengths
+from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, Run, check_lengths
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
 from sglang_dsv4.livetest.zeroing import CHOICES
 from sglang_dsv4.settings import read_settings
 
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
 WENT_ON = 0.5  # of later turns, from a session; the rest found the prefix cache, or have too few tokens to be kept
+CACHED = 0.3  # of the scored prompts' tokens, where they go on from earlier turns
+HICACHE = "--enable-hierarchical-cache"
 NOT_MATCHED = "PointNotMatched"
 SCORED = 100  # requests whose tokens are scored where that means something
 
@@ -71,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1)
-    parser.add_argument("--score", type=COUNT_OR_ZERO, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
+    parser.add_argument("--score", type=COUNT_OR_ZERO, metavar="N", help=f"answers to score; 0: none (nixl: {SCORED})")
     help_ = f"how far answers' mean log probability may lie below the control's ({score.MEAN_SLACK})"
     parser.add_argument("--within", type=number(float, 0), default=score.MEAN_SLACK, help=help_)
     parser.add_argument(
@@ -228,16 +232,23 @@ def judge_sessions(log: dict[str, Any], arguments: argparse.Namespace) -> list[d
     return bounds
 
 
-def score_rows(
-    found: Found, arguments: argparse.Namespace, load: Load, urls: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Returns the scores of the first answers: of plain servers, after retracts, and with each family zeroed."""
-    runs = {name: run.answers for name, run in found.again.items()}
-    first, some = {score.RETRACTS: found.run.answers[: arguments.score]}, load.first(arguments.score)
+def judge_cache(run: Run, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the bounds of scored turns that go on from earlier ones: they read a cache, with HiCache the host's."""
+    _, answers = run.last_turns(arguments.score)
+    share = sum(answer.cached for answer in answers) / max(1, sum(answer.prompt for answer in answers))
+    bounds = [results.bound("tokens of the scored prompts that were cached, share", f">= {CACHED}", share)]
+    if HICACHE in arguments.server:
+        brought = sum(answer.on_host for answer in run.answers)
+        bounds.append(results.bound("tokens of prompts that HiCache brought from the host", ">= 1", brought))
+    return bounds
+
+
+def score_rows(found: Found, arguments: argparse.Namespace, urls: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns the scores of the last answers: of plain servers, after retracts, and with each family zeroed."""
+    runs = {score.RETRACTS: found.run} | found.again
     if not arguments.choices:
-        return score.score_all(arguments, some, urls, first | runs)
-    control = choices.Control(urls[score.CONTROL], some, arguments)
-    return score.score_all(arguments, some, urls, first | runs, control.compared)
+        return score.score_all(arguments, urls, runs)
+    return score.score_all(arguments, urls, runs, choices.Control(urls[score.CONTROL], arguments).compared)
 
 
 def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespace], Load] = Load.of) -> int:
@@ -253,10 +264,11 @@ def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespac
         found = run(arguments, load, plain)
         rows, bounds = judged(found, arguments)
         if arguments.score:
-            scores = score_rows(found, arguments, load, plain.urls())
+            scores = score_rows(found, arguments, plain.urls())
             results.show(scores)
             rows += scores
             bounds += score.judge(scores, arguments.score, within=arguments.within)
+            bounds += judge_cache(found.run, arguments) if arguments.turns > 1 else []
             if arguments.choices:
                 wrong = choices.misshapen(found.run.answers, arguments.row)
                 bounds += choices.judge(scores, arguments.score, wrong)

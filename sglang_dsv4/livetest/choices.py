@@ -90,16 +90,18 @@ class Shape:
 class Control:
     """Asks a quiet server for the choices of answers, and compares."""
 
-    def __init__(self, url: str, load: Load, arguments: Namespace) -> None:
-        """Starts with the server at ``url`` and the requests whose answers are compared."""
-        self.url, self.load, self.arguments = url, load, arguments
+    def __init__(self, url: str, arguments: Namespace) -> None:
+        """Starts with the server at ``url``."""
+        self.url, self.arguments = url, arguments
         self.shape: Shape = arguments.row
         self._number = itertools.count()
 
-    def compared(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Compares a run's whole answers, one at a time; returns columns of its row. Reports what is not compared."""
+    def compared(self, load: Load, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Compares the whole answers to ``load``, one at a time; returns columns of a row. Reports what is not
+        compared.
+        """
         counts = Counter[str]()
-        for prompt, answer in zip(self.load.prompts, answers, strict=True):
+        for prompt, answer in zip(load.prompts, answers, strict=True):
             if answer.outcome != "whole":
                 continue
             try:

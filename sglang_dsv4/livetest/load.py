@@ -84,17 +84,21 @@ class Load:
         return cls(prompts, new)
 
     def first(self, count: int) -> Load:
-        """Returns the first ``count_outcomes`` requests."""
+        """Returns the first ``count`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
 
     def next_turn(self, answers: Sequence[Answer], seed: str, arguments: argparse.Namespace) -> Load:
-        """Makes the next turns of the conversations whose turns were answered by ``answers``."""
+        """Makes the next turns of the conversations whose turns were answered by ``answers``.
+
+        The first ones go on alike, however many there are.
+        """
         draw = random.Random(seed)
-        prompts = []
+        prompts, new = [], []
         for prompt, answer in zip(self.prompts, answers, strict=True):
             more = draw.randint(*FOLLOW_UP)
             prompts.append([*prompt, *answer.tokens, *(draw.randrange(10, arguments.vocabulary) for _ in range(more))])
-        return Load(prompts, [draw.randint(*arguments.new_tokens) for _ in prompts])
+            new.append(draw.randint(*arguments.new_tokens))
+        return Load(prompts, new)
 
 
 def check_lengths(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -176,6 +180,10 @@ class Run:
         self.seconds = time.monotonic() - started
         print(f"  {label}: {in_words(count_outcomes(self.answers))}", flush=True)
         return self
+
+    def last_turns(self, count: int) -> tuple[Load, list[Answer]]:
+        """Returns the last turns of the first ``count`` conversations, whole prompts, with their answers."""
+        return self.load.first(count), self.answers[-len(self.load.prompts) :][:count]
 
     def _watch(self, label: str, stop: threading.Event, turns: int) -> None:
         total = turns * len(self.load.prompts)

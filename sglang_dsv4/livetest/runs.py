@@ -20,8 +20,8 @@ SETTLES = 2  # seconds after the last answer in which the server's counters get 
 
 @dataclass
 class Found:
-    """Holds the outcome of one run: answers, the server's counts, and its first requests sent again, undamaged or
-    damaged.
+    """Holds the outcome of one run: answers, the server's counts, and its first conversations held again, undamaged
+    or damaged.
     """
 
     run: Run
@@ -37,10 +37,11 @@ def serve_and_run(
     """Starts the servers, runs the load, stops them. beside: servers that come up meanwhile, and stay. more:
     environment of the server that is tested.
 
-    With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
-    family of ``--zero``. A server that keeps sessions is flushed after the run, before its counts are read, and before
-    each of these: nothing may be held then, and a session would keep its damage. With ``--kill-store``, the store
-    process of the server that is tested is killed during the run.
+    With ``--score``, the first conversations once more, then again with a cache family zeroed in each loaded copy, for
+    each family of ``--zero``. Each goes on behind its own answers, so that later turns read what was published damaged.
+    Before each of these the cache is flushed, where there are later turns or sessions: they would read the pages of the
+    run before. A server that keeps sessions is flushed after the run, too, before its counts are read: nothing may be
+    held then. With ``--kill-store``, the store process of the server that is tested is killed during the run.
     """
     folder = arguments.logs / arguments.name
     word = (folder / "zero_family.txt").resolve()
@@ -80,11 +81,11 @@ def serve_and_run(
         again, room = {}, first_room and first_room + arguments.turns * len(load.prompts)
         for name, said in score.words(arguments).items():
             word.write_text(said)
-            if keeper is not None:
-                servers.flush(keeper.url)
+            if arguments.sessions or arguments.turns > 1:
+                servers.flush(started[0].url)
             some = Run(load.first(arguments.score), arguments, tested.url, prefill, room)
-            again[name] = some.execute(f"{arguments.name}, {name}")
-            room = room and room + arguments.score
+            again[name] = some.execute(f"{arguments.name}, {name}", arguments.turns)
+            room = room and room + arguments.turns * arguments.score
         alive = all(server.alive for server in started)
     finally:
         statuses = servers.stop_all(started)

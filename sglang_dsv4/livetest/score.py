@@ -200,32 +200,30 @@ def control_server(arguments: Namespace) -> Iterator[servers.Server]:
 
 def score_all(
     arguments: Namespace,
-    load: Load,
     urls: Mapping[str, str],
-    runs: Mapping[str, Sequence[Answer]],
-    more: Callable[[Sequence[Answer]], Mapping[str, Any]] = lambda answers: {},
+    runs: Mapping[str, Run],
+    more: Callable[[Load, Sequence[Answer]], Mapping[str, Any]] = lambda load, answers: {},
 ) -> list[dict[str, Any]]:
-    """Returns a row for the plain servers' own answers to ``load``, the control's first, and one for those of each of
-    ``runs``.
+    """Returns a row for the last turns of each of ``runs``, behind one for the plain servers' own answers to those of
+    RETRACTS, the control's first.
 
-    ``runs`` has RETRACTS; each row says how many of its answers, and of their tokens, are unlike the control's and
-    unlike those. more: makes further columns from a run's answers.
+    Each answer is scored behind its own conversation. Where a run's prompts are those of RETRACTS, its row says how
+    many of its answers, and of their tokens, are unlike the control's and unlike those. more: makes further columns.
     """
     where = dict(urls) | ({CONTROL_AGAIN: urls[CONTROL]} if RECOMPUTED in urls else {})
-    given: dict[str, Sequence[Answer]] = {
-        name: Run(load, arguments, url, None, None).execute(name).answers for name, url in where.items()
-    }
-    given |= dict(runs)
-    each = {name: score_each(urls[CONTROL], load, answers, arguments.timeout) for name, answers in given.items()}
+    asked, _ = runs[RETRACTS].last_turns(arguments.score)
+    given = {name: Run(asked, arguments, url, None, None).execute(name) for name, url in where.items()} | dict(runs)
+    last = {name: run.last_turns(arguments.score) for name, run in given.items()}
+    each = {name: score_each(urls[CONTROL], *turns, arguments.timeout) for name, turns in last.items()}
     whole = [each[name] for name in (RETRACTS, RETRACTS_AGAIN) if name in each]
     rows = []
-    for name, answers in given.items():
+    for name, (load, answers) in last.items():
         row = summary(name, each[name]) | (fall(each[name], whole) if name.endswith(DAMAGED) else {})
         if name == RETRACTS and UNDISTURBED in each:
             row |= fall(each[name], [each[UNDISTURBED]])
-        for other in (CONTROL, RETRACTS):
-            row |= unlike(other, given[other], answers)
-        rows.append(row | dict(more(answers)))
+        for other in (CONTROL, RETRACTS) if load == asked else ():
+            row |= unlike(other, last[other][1], answers)
+        rows.append(row | dict(more(load, answers)))
     return rows
 
 

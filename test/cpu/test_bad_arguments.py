@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import run_gsm8k
 
-from benchmarks import second_turns, session_agents
+from benchmarks import session_agents
 from sglang_dsv4.bench import prep, transfer
 from sglang_dsv4.cli.main import COMMANDS, main
 from sglang_dsv4.command_line import end_when_told, to_its_end
@@ -61,16 +61,12 @@ BAD = {
         "--bootstrap-port 0", "--data /nosuch", "--data /", f"--data {__file__}", "--data /dev/null", "--name a/b",
         "--out /dev/null/x", "--quest 5",
     ),
-    "second_turns --model-path m": (
-        "--zero", "--interval 0", "--prompt 9 3", "--model-path /nosuch", "--conv 3", "--host-gb 0",
-        "--sessions -- --enable-hierarchical-cache",
-    ),
     f"session_agents --config {ROOT}/tools/tiny_checkpoint/v4/config.json": (
         "--contexts 3", "--turn 5 --answer 5", "--device-tokens 9999", "--over 0", "--conf x", "--host-gb 0",
     ),
 }  # fmt: skip
 MAINS = {"bench transfer": transfer.main, "bench prep": prep.main, "run_gsm8k": run_gsm8k.main}
-MAINS |= {"second_turns": second_turns.main, "session_agents": session_agents.main}
+MAINS |= {"session_agents": session_agents.main}
 
 
 def ended(words: list[str]) -> int:

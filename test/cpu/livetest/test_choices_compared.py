@@ -61,14 +61,14 @@ def test_a_control_that_takes_a_prompt_from_its_prefix_cache_compares_nothing(mo
     answer = Answer("whole", tokens, prompt=3, choices=base64.b64encode(sent).decode())
     arguments = SimpleNamespace(plain=True, timeout=5, row=TINY)
     with running(Plain) as url:
-        control = choices.Control(url, Load([prompt] * 2, [2] * 2), arguments)
-        found = control.compared([answer, Answer("too_few")])
+        control, load = choices.Control(url, arguments), Load([prompt] * 2, [2] * 2)
+        found = control.compared(load, [answer, Answer("too_few")])
         assert (found["choices_compared"], found["positions"], found["foreign"]) == (1, 4, 0)
         post = choices.servers.post
         monkeypatch.setattr(
             choices.servers, "post", lambda url, path, body, timeout: post(url, path, body | {"extra_key": ""}, timeout)
         )
-        assert control.compared([answer] * 2)["choices_compared"] == 0
+        assert control.compared(load, [answer] * 2)["choices_compared"] == 0
     assert "5 tokens from its prefix cache" in capsys.readouterr().out
 
 

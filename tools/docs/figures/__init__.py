@@ -16,7 +16,6 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "right answers": live.right_answers,
         "beside stock": live.beside_stock,
         "pressure": live.pressure,
-        "second turns": live.second_turns,
         "ranks": live.ranks,
         "steps": live.steps,
     },

@@ -59,6 +59,10 @@ SERVERS = {
     "sessions-dp-stress": "plain server that keeps sessions, two ranks with data-parallel attention, four turns",
     "sessions-v41-stress": "plain V4.1 server that keeps sessions, bounded replay and DSpark, four turns",
     "sessions-pd": "prefill server that keeps sessions, decode server, NIXL, conversations of five turns",
+    "turns-stress": "plain server, second turns scored",
+    "hicache-stress": "plain server with HiCache, second turns scored",
+    "sessions-turns-stress": "plain server that keeps sessions, second turns scored",
+    "v41-turns-stress": "plain V4.1 server with bounded replay, second turns scored",
     "store-stress": "plain server with a store whose process is killed, conversations of three turns",
     "pd-store-stress": "prefill and decode over one store, answers read back, NIXL, conversations of three turns",
     "choices-stress": "prefill and decode, experts returned for each decoded token",
@@ -132,28 +136,6 @@ def pressure() -> str:
         for name, result in there(PRESSURE).items()
     ]
     return table_if(("both servers", "cards", *RATES), rows)
-
-
-SECOND_TURNS = {
-    "second-turns": "the prefix cache of the device",
-    "hicache-stress": "HiCache, which brings pages from the host",
-    "v41-second-turns": "DeepSeek-V4.1 with bounded replay",
-    "sessions-second-turn": "sessions: the device has lost the windows; all",
-}
-
-
-def second_turns() -> str:
-    """Returns one row a server whose restored requests are read again."""
-    head = ("server", "cards", "loads", "stock, nothing retracted", "with this package", "a family zeroed in each load")
-    rows = [
-        (
-            f"[{SECOND_TURNS[name]}]({name}.json)", cards(result), result["rows"][1]["loads"],
-            *("; ".join(f"{row['distance']:.3f} ± {row['distance_error']:.3f}" for row in some)
-              for some in (result["rows"][:1], result["rows"][1:-1], result["rows"][-1:])),
-        )
-        for name, result in there(SECOND_TURNS).items()
-    ]  # fmt: skip
-    return table_if(head, rows)
 
 
 def ranks() -> str:
