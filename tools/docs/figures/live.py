@@ -65,6 +65,7 @@ SERVERS = {
     "v41-turns-stress": "plain V4.1 server with bounded replay, second turns scored",
     "store-stress": "plain server with a store whose process is killed, conversations of three turns",
     "pd-store-stress": "prefill and decode over one store, answers read back, NIXL, conversations of three turns",
+    "pd-store-turns": "prefill and decode over one store, last turns behind answers scored, NIXL, three turns",
     "choices-stress": "prefill and decode, experts returned for each decoded token",
     "choices-plain-stress": "plain server, experts returned for each token",
 }
