@@ -36,7 +36,7 @@ def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
     """Keeps points of conversations in ``store`` by turns, with eviction as a save has it."""
     from sglang_dsv4.sessions.order import PLAIN  # noqa: PLC0415 - as above
 
-    draw, memory, trie = random.Random(seed), store._memory, store._trie
+    draw, memory, trie = random.Random(seed), store._memory, store.trie
     geometry = store._host.buffers.geometry
     names = itertools.count()
     last: dict[int, Point] = {}
@@ -47,15 +47,14 @@ def wear(store: SessionStore, turns: int, seed: int = 0) -> None:
             behind = None
         count = draw.randint(*(FIRST_PAGES if behind is None else TURN_PAGES))
         page = trie.used = None if behind is None else behind.page
-        if store._find_room(count + store._in_tail, "room", (PLAIN.rank, PLAIN.priority)):
+        if store.kept.find_room(count + store.kept.in_tail, "room", PLAIN):
             depth = trie.depth(page)
             copy = memory.allocate((depth + count) * geometry.page_size, geometry, begins=depth)
-            added = store._add(("worn", who), page, [next(names).to_bytes(8) for _ in range(count)], copy)
-            store._windows += 1
-            last[who] = store._put(("worn", who), added[-1], copy.tail_units, PLAIN)
+            added = store.kept.add(("worn", who), page, [next(names).to_bytes(8) for _ in range(count)], copy)
+            last[who] = store.kept.put(("worn", who), added[-1], copy.tail_units, PLAIN)
             copy.hand_over()
             if behind is not None:
                 store.supersede(behind)
-        store._done_with(page)
-        store._evict_ahead()
+        store.kept.done_with(page)
+        store.kept.evict_ahead()
     store._export_gauges()

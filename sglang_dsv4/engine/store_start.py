@@ -152,7 +152,7 @@ def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, 
     folder = config.get("file_storage_path") if settings.store.backend == "file" else None
     least = LEAST_FREE if folder is None else least_free(folder)
     return StoreClient(
-        arena, sessions.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None,
+        arena, sessions.kept.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None,
         command=COMMAND, least_free=least, start=launch if server.early_store is None else server.early_store.launch,
     )  # fmt: skip
 

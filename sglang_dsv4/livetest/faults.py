@@ -133,7 +133,7 @@ def sessions() -> Scene:
     flushed = world.flush() and not store.points and not memory.pool.held
     behind = asked()
     with _server_log() as lines:
-        damage(memory, store.units()[1024 // 256])
+        damage(memory, store.kept.units()[1024 // 256])
         ended = _raised(asked)
     return Scene(
         "A byte of a session changes on the host, DSV4_VERIFY=1; before it, another tenant and a flush",

@@ -2,8 +2,7 @@
 
 A *point* is a page end with the window before it on the host, and every page before it. There nothing of a request's
 slot lives, so that a prompt that begins with these tokens can go on from it. Units have holders: the pages and points
-here, and the copy of a transfer while it is made. A retract that finds no room takes the units of the points that are
-evicted first, never the other way.
+that are kept (``kept``), and the copy of a transfer while it is made.
 
 Ranks that share the arena keep the same points without asking each other: tokens and order are the same on all. In the
 pass behind a save they vote on it, and agree on what their clocks say: at the save, one would wait for the other.
@@ -11,12 +10,10 @@ pass behind a save they vote on it, and agree on what their clocks say: at the s
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,22 +24,21 @@ from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
-from sglang_dsv4.sessions.hints import HELD, Hints, Rank
-from sglang_dsv4.sessions.lookup import LookUp
-from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
-from sglang_dsv4.sessions.trie import Key, Name, Page, Point, Trie
+from sglang_dsv4.sessions.hints import Hints
+from sglang_dsv4.sessions.kept import Kept
+from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED
+from sglang_dsv4.sessions.trie import Key, Name, Page, Point
 from sglang_dsv4.transfer import verify
 
 logger = logging.getLogger(__name__)
 
 FEWEST_TOKENS = 1024  # of a point: health checks and short chats evict no agent
-FEW, ENOUGH = 80, 20  # where less than an 80th of the room is free, points go until a 20th is
 
 
 class SessionStore:
     """Owns the points of one rank and the host units under them. The scheduler thread owns it.
 
-    most_bytes: that it may hold; None: all that no retract holds. bigram: see ``Trie``. log_saves: each save and each
+    most_bytes, bigram: see ``Kept``. log_saves: each save and each
     load is a line of the log, which costs the scheduler time; with DSV4_VERIFY it always is.
     """
 
@@ -52,53 +48,26 @@ class SessionStore:
     ) -> None:  # fmt: skip
         self._host, self._memory, self._swa_map = host, host.memory, swa_map
         self._page = host.buffers.geometry.page_size
-        self._trie = Trie(self._page, bigram)
         self._units = self._memory.units
-        self._in_tail = self._units.tail(self._page)  # units of a point's window: alike at every page end
-        total, bound = self._memory.pool.total, None if most_bytes is None else most_bytes // self._units.cost
-        self._most = total if bound is None else min(total, bound)  # units that may be held here
         self.log_saves = log_saves or host.settings.verify
-        self.few, self.enough = self._most // FEW, self._most // ENOUGH
-        self._tried_ahead: Any = None  # all that decided when room was last made ahead
-        self.order, self.lookup = EvictionOrder(self._trie), LookUp(self._trie, self._page)
+        self.counters = SessionCounters()
+        self.kept = Kept(self._memory, self._page, bigram, most_bytes, self.counters)
+        self.trie, self.order, self.lookup = self.kept.trie, self.kept.order, self.kept.lookup
         self._unchecked: list[tuple[Name | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
-        self._checksums: dict[Page, int] = {}  # with DSV4_VERIFY
-        self._made = self._exported = 0  # points so far; the version that the gauges show
+        self._exported = 0  # the version that the gauges show
         self._weights = host.context.weight_version()
         self._unclean: Any = None  # the weights under which a point was not kept for that
-        self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
-        self.counters = SessionCounters()
         self.has_store = False  # beyond this memory
-        self.on_gone: Callable[[Iterable[Page]], None] = lambda pages: None  # called with each page that went
-        self._memory.cache = self
-
-    # ------------------------------------------------------------------------------------------------- what is kept
 
     @property
     def points(self) -> int:
         """Counts the points from which a prompt can go on."""
-        return self._windows
-
-    @property
-    def held_bytes(self) -> int:
-        """Counts the bytes of the units held here."""
-        return self._held * self._units.cost
-
-    @property
-    def _held(self) -> int:
-        return self._pages + self._windows * self._in_tail
-
-    def units(self) -> UnitNumbers:
-        """Returns every unit held here."""
-        return [*self._trie.pages(), *self._tails()]
-
-    def _tails(self) -> Iterator[int]:
-        return itertools.chain.from_iterable(point.tail or () for point in self.order)
+        return self.kept.windows
 
     def last_end(self, tokens: int) -> int:
         """Returns the last page end of a request of which ``tokens`` tokens are computed and known."""
-        return max(0, tokens - self._trie.ahead) // self._page * self._page
+        return max(0, tokens - self.trie.ahead) // self._page * self._page
 
     # ------------------------------------------------------------------------------------------------------ keep
 
@@ -135,36 +104,35 @@ class SessionStore:
         tokens, last = slots.shape[0], None
         if behind is not None and behind.tokens <= tokens and self.stands(behind):
             last = behind.page
-        first = self._trie.depth(last) * self._page
-        keys = list(self._trie.keys(tokens_from(first), tokens - first))
+        first = self.trie.depth(last) * self._page
+        keys = list(self.trie.keys(tokens_from(first), tokens - first))
         assert len(keys) * self._page == tokens - first
-        found = self._trie.walk(namespace, keys, last)
+        found = self.trie.walk(namespace, keys, last)
         last, keys = (found[-1] if found else last), keys[len(found) :]
-        here = self._trie.point.get(last) if last is not None and not keys else None
-        hints = self._leaving_half(hints, last, len(keys), here)  # before others make room for it
+        here = self.trie.point.get(last) if last is not None and not keys else None
+        hints = self.kept.leaving_half(hints, last, len(keys), here)  # before others make room for it
         if here is not None and (here.tail is not None or not window):
             self._again(here, hints)
             return here
-        self._trie.used = last  # the points behind it may go
+        self.trie.used = last  # the points behind it may go
         try:
-            copy = self._save(slots, self._trie.depth(last), hints, window)
+            copy = self._save(slots, self.trie.depth(last), hints, window)
             if copy is None:
                 return None
             if here is not None and self.stands(here):
-                self._let_go(here, "superseded")
-            added = self._add(namespace, last, keys, copy)
-            self._windows += window
+                self.kept.let_go(here, "superseded")
+            added = self.kept.add(namespace, last, keys, copy)
             way = added if last is None else [last, *added]
-            point = self._put(namespace, way[-1], copy.tail_units if window else None, hints)
+            point = self.kept.put(namespace, way[-1], copy.tail_units if window else None, hints)
             if behind is not None and behind.tail is None and behind is not point and self.stands(behind):
-                self._let_go(behind, "superseded")
+                self.kept.let_go(behind, "superseded")
             self._spread(copy, added, point)
-            self._unchecked.append((self._trie.name(added[0]) if added else None, point, copy))
+            self._unchecked.append((self.trie.name(added[0]) if added else None, point, copy))
             nbytes = copy.saved_bytes
             copy.hand_over()
             self._log_save(copy.tokens, len(added), int(window), nbytes, time.perf_counter() - started)
         finally:
-            self._done_with(last)
+            self.kept.done_with(last)
         return point
 
     def make_room_for(self, pages: int, hints: Hints, behind: Point | None) -> bool:
@@ -175,23 +143,23 @@ class SessionStore:
         self._begin()
         if not self._is_clean():
             return False
-        last = self._trie.used = behind.page if behind is not None and self.stands(behind) else None
+        last = self.trie.used = behind.page if behind is not None and self.stands(behind) else None
         try:
-            return self._find_room(pages + self._in_tail, "room", (hints.rank, hints.priority))
+            return self.kept.find_room(pages + self.kept.in_tail, "room", hints)
         finally:
-            self._done_with(last)
+            self.kept.done_with(last)
 
     def let_go(self, point: Point, reason: str) -> None:
         """Lets ``point`` go, if it is still here: nothing more comes of it."""
         if self.stands(point):
-            self._let_go(point, reason)
+            self.kept.let_go(point, reason)
 
     def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
         """Keeps a point of this request that ends where it ends now. Returns whether it is still here."""
         self._begin()
         if not self.stands(point):
             return False
-        self._again(point, self._leaving_half(hints, point.page, 0, point))
+        self._again(point, self.kept.leaving_half(hints, point.page, 0, point))
         return True
 
     @property
@@ -202,7 +170,7 @@ class SessionStore:
     def _begin(self) -> None:
         self._drop_stale()
         if self._memory.arena.board is None:
-            self._expire()
+            self.kept.expire()
 
     def _again(self, point: Point, hints: Hints) -> None:
         if hints.rank is PLAIN.rank and point.order > (PLAIN.rank, PLAIN.priority):
@@ -217,19 +185,19 @@ class SessionStore:
         A copy that is made in it holds their units, and needs no others for these pages.
         """
         self._drop_stale()
-        doubtful = {self._trie.named(first) for first, _, _ in self._unchecked}
-        walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
+        doubtful = {self.trie.named(first) for first, _, _ in self._unchecked}
+        walked = self.trie.walk(namespace, self.trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
-        last = self._trie.used = known[-1] if known else None
+        last = self.trie.used = known[-1] if known else None
         try:
             yield known
         finally:
-            self._done_with(last)
+            self.kept.done_with(last)
 
     def add_checksums(self, copy: HostCopy | None, pages: list[Page]) -> None:
         """Adds those of ``pages``, the first ones of ``copy``, whose units it holds beside its own."""
         if copy is not None and copy.checksums is not None:
-            copy.checksums |= {number: self._checksums[page] for number, page in enumerate(pages)}
+            copy.checksums |= {number: self.kept.checksums[page] for number, page in enumerate(pages)}
 
     def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
         """Keeps the whole pages of a request's copy, so that its next copy need not save them again.
@@ -238,33 +206,15 @@ class SessionStore:
         """
         if not self._is_clean():
             return
-        keys = list(self._trie.keys(tokens, copy.tokens))
-        known = self._trie.walk(namespace, keys)
+        keys = list(self.trie.keys(tokens, copy.tokens))
+        known = self.trie.walk(namespace, keys)
         missing = keys[len(known) :]
-        if missing and self._held + len(missing) <= self._most:
-            added = self._add(namespace, known[-1] if known else None, missing, copy)
+        if missing and self.kept.held + len(missing) <= self.kept.most:
+            added = self.kept.add(namespace, known[-1] if known else None, missing, copy)
             self._memory.pool.keep(added)
-            self._spread(copy, added, self._put(namespace, added[-1], None, LAST_RESORT))
-
-    def _add(self, namespace: Hashable, behind: Page | None, keys: Sequence[Key], copy: HostCopy) -> list[Page]:
-        """Adds the pages of ``keys`` behind that page, in the units of ``copy``, which still holds them."""
-        first = self._trie.depth(behind)
-        pages = copy.pages(first, first + len(keys))
-        self._pages += len(pages)
-        self._trie.add(namespace, behind, keys, pages)
-        return pages
+            self._spread(copy, added, self.kept.put(namespace, added[-1], None, LAST_RESORT))
 
     # ------------------------------------------------------------------------------------------------ from a store
-
-    @property
-    def trie(self) -> Trie:
-        """Returns the pages and points, to be read."""
-        return self._trie
-
-    @property
-    def in_tail(self) -> int:
-        """Counts the units of a window."""
-        return self._in_tail
 
     @property
     def page_size(self) -> int:
@@ -282,15 +232,17 @@ class SessionStore:
         loading: units of such copies. None where the point is here, where half of the room is not enough for all that
         is loaded at once, or where plain points make none.
         """
-        walked = self._trie.walk(namespace, keys)
+        walked = self.trie.walk(namespace, keys)
         last = walked[-1] if walked else None
-        point = None if last is None or len(walked) < len(keys) else self._trie.point.get(last)
-        needs = len(keys) - len(walked) + self._in_tail
-        if (point is not None and point.tail is not None) or 2 * (needs + loading) > self._most or not self._is_clean():
+        point = None if last is None or len(walked) < len(keys) else self.trie.point.get(last)
+        needs = len(keys) - len(walked) + self.kept.in_tail
+        if (point is not None and point.tail is not None) or 2 * (needs + loading) > self.kept.most:
             return None
-        self._trie.used = last
+        if not self._is_clean():
+            return None
+        self.trie.used = last
         try:
-            if not self._find_room(needs, "room", (PLAIN.rank, PLAIN.priority)):
+            if not self.kept.find_room(needs, "room", PLAIN):
                 return None
             geometry, weights = self._host.buffers.geometry, self._host.context.weight_version()
             return self._memory.allocate(len(keys) * self._page, geometry, weights, begins=len(walked))
@@ -298,71 +250,57 @@ class SessionStore:
             self._host.counters.fallback(type(error).__name__, f"a point of {len(keys)} pages in a store: {error}")
             return None
         finally:
-            self._done_with(last)
+            self.kept.done_with(last)
 
     def adopt_read(self, namespace: Hashable, keys: Sequence[Key], copy: HostCopy) -> Point | None:
         """Keeps the point behind ``keys`` that ``copy`` was filled with, or releases it.
 
         None: pages before it went meanwhile, the point came by another way, or there is no room.
         """
-        walked = self._trie.walk(namespace, keys)
+        walked = self.trie.walk(namespace, keys)
         here, last = len(walked), walked[-1] if walked else None
-        point = self._trie.point.get(last) if last is not None and here == len(keys) else None
-        over = self._held + len(keys) - here + self._in_tail > self._most
+        point = self.trie.point.get(last) if last is not None and here == len(keys) else None
+        over = self.kept.held + len(keys) - here + self.kept.in_tail > self.kept.most
         if here < copy.begins or over or (point is not None and point.tail is not None):
             copy.release()
             return None
         if self._host.settings.verify:
             copy.checksums = verify.checksums(copy)
-        self._trie.used = last  # the pages of a point without a window stay
+        self.trie.used = last  # the pages of a point without a window stay
         try:
             if point is not None:
-                self._let_go(point, "superseded")
-            came, added = copy.pages(copy.begins, here), self._add(namespace, last, keys[here:], copy)
-            made = self._put(namespace, added[-1] if added else walked[-1], copy.tail_units, PLAIN)
+                self.kept.let_go(point, "superseded")
+            came, added = copy.pages(copy.begins, here), self.kept.add(namespace, last, keys[here:], copy)
+            made = self.kept.put(namespace, added[-1] if added else walked[-1], copy.tail_units, PLAIN)
         finally:
-            self._done_with(last)
-        self._windows += 1
+            self.kept.done_with(last)
         made.from_store = True
         self._spread(copy, added, made)
         copy.hand_over()
         self._memory.pool.forget(came)
         return made
 
-    def _put(self, namespace: Hashable, page: Page, tail: UnitNumbers | None, hints: Hints) -> Point:
-        self._made += 1
-        point = Point(page, self._trie.depth(page) * self._page, tail, self._made)
-        self._trie.put(namespace, point)
-        self.order.place(point, hints)
-        return point
-
     def _log_save(self, tokens: int, pages: int, windows: int, nbytes: int, seconds: float) -> None:
         self.counters.kept(nbytes, seconds)
         if not self.log_saves:
             return
-        new = (pages + windows * self._in_tail) * self._units.nbytes
+        new = (pages + windows * self.kept.in_tail) * self._units.nbytes
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",
-            tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
+            tokens, pages, new / 1e6, seconds * 1e3, self.points, self.kept.held_bytes / 2**30,
         )  # fmt: skip
-
-    def _done_with(self, last: Page | None) -> None:
-        """Lets the pages up to ``last`` go, in use until now, where nothing needs them any more."""
-        self._trie.used = None
-        if last is not None and (gone := self._trie.prune(last)):
-            self._give_back(gone)
 
     def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
         """Gives each new page the checksum of its unit, and the point those of its window."""
         if copy.checksums is not None:
             for page in added:
-                self._checksums[page] = copy.checksums[self._trie.depth(page) - 1 - copy.begins]
+                self.kept.checksums[page] = copy.checksums[self.trie.depth(page) - 1 - copy.begins]
             if point.tail is not None:
                 point.checksums = [copy.checksums[copy.in_pages + number] for number in range(copy.in_tail)]
 
     def _save(self, slots: torch.Tensor, first_page: int, hints: Hints, window: bool) -> HostCopy | None:
-        needs = slots.shape[0] // self._page - first_page + self._in_tail * window
-        if not self._find_room(needs, "room", (hints.rank, hints.priority)):
+        needs = slots.shape[0] // self._page - first_page + self.kept.in_tail * window
+        if not self.kept.find_room(needs, "room", hints):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), first_page, window)
@@ -378,15 +316,15 @@ class SessionStore:
         Ordered before later work of the current stream. The point stays. Raises as ``CopyService.load``.
         """
         assert point.tail is not None
-        path = self._trie.path(point.page)
+        path = self.trie.path(point.page)
         checksums: dict[int, Any] | None = None
         if point.checksums is not None:
-            checksums = dict(enumerate([*map(self._checksums.get, path), *point.checksums]))
+            checksums = dict(enumerate([*map(self.kept.checksums.get, path), *point.checksums]))
         self._host.load_point(path, point.tail, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
         self.loaded = True
         self.counters.add("verified", int(checksums is not None))
-        return (len(path) - first_page + self._in_tail) * self._units.nbytes
+        return (len(path) - first_page + self.kept.in_tail) * self._units.nbytes
 
     def record_hit(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
         """Counts a request that has ``tokens`` tokens more of its prefix after a load from ``first_page`` on."""
@@ -397,80 +335,12 @@ class SessionStore:
 
     def stands(self, point: Point) -> bool:
         """Returns whether ``point`` was not let go."""
-        return self._trie.stands(point)
+        return self.trie.stands(point)
 
     def supersede(self, point: Point) -> None:
         """Lets a point go before others: a later one of its request is kept."""
         if self.stands(point) and point.order == (PLAIN.rank, PLAIN.priority):
             self.order.place(point, SUPERSEDED)
-
-    # --------------------------------------------------------------------------------------------------- let go
-
-    def _leaving_half(self, hints: Hints, last: Page | None, new: int, point: Point | None) -> Hints:
-        """Returns ``hints`` of a point ``new`` pages behind ``last``, without a rank that leaves others too little.
-
-        Retained and pinned points count together, and take at most half. point: that one, if it is kept already.
-        """
-        if hints.rank not in HELD:
-            return hints
-        pages, windows = self.order.held_with(last, new, point)
-        if 2 * (pages + windows * self._in_tail) <= self._most:
-            return hints
-        self.counters.hinted(((HELD[hints.rank], "full"),))
-        return dataclasses.replace(hints, rank=Rank.PLAIN, priority=0, ttl_seconds=None)
-
-    def _expire(self) -> None:
-        """Lets points whose time is over go first. Ranks agree on them: their clocks differ."""
-        if self.order.timed:
-            numbers, board = self.order.ended(), self._memory.arena.board
-            self.order.expire(numbers if board is None else board.common(numbers))
-
-    def make_room(self, units: int) -> None:
-        """Evicts points until a copy finds ``units``, on each rank; see ``hostmem.memory.UnitCache``."""
-        self._expire()
-        self._find_room(units, "retract", for_point=False)
-
-    def _evict_ahead(self) -> None:
-        """Lets plain points go before a save needs room, several sessions at once: so it finds neighbouring units.
-
-        By counts alone, which are the same on all ranks.
-        """
-        now = self.order.changes, self._memory.pool.available, self._memory.pool.evictable
-        if now != self._tried_ahead and not self._has_room(self.few, for_point=True):
-            self._find_room(self.enough, "room", (PLAIN.rank, PLAIN.priority))
-            self._tried_ahead = now
-
-    def _has_room(self, units: int, for_point: bool) -> bool:
-        return self._memory.has_room(units) and (not for_point or self._held + units <= self._most)
-
-    def _find_room(self, units: int, reason: str, most: tuple[int, int] | None = None, for_point: bool = True) -> bool:
-        """Evicts points until ``units`` are free, and may be held here if they are ``for_point``.
-
-        most: the rank and priority beyond which none is evicted. Returns whether there is room; else none is evicted.
-        """
-        if self._has_room(units, for_point):
-            return True
-        over = self._held + units - self._most if for_point else 0
-        points = self.order.first_to_go(self._memory.pool, units - self._memory.pool.available, over, most, for_point)
-        for point in points or ():
-            self._let_go(point, reason)
-        return points is not None
-
-    def _let_go(self, point: Point, reason: str) -> None:
-        self.order.remove(point)
-        self.lookup.forget(point)
-        if point.tail is not None:
-            self._windows -= 1
-            self._memory.pool.forget(point.tail)
-            self.counters.add("evicted", 1, reason)
-        self._give_back(self._trie.take(point))
-
-    def _give_back(self, pages: list[Page]) -> None:
-        self._pages -= len(pages)
-        self._memory.pool.forget(pages)
-        self.on_gone(pages)
-        for page in pages if self._checksums else ():
-            self._checksums.pop(page, None)
 
     def end_pass(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, drops all points if the weights changed, and makes room ahead.
@@ -484,13 +354,13 @@ class SessionStore:
         if self._unchecked:
             self._check_saves()
         self._drop_stale()
-        self._evict_ahead()
-        if self._exported != self._trie.version:
+        self.kept.evict_ahead()
+        if self._exported != self.trie.version:
             self._export_gauges()
 
     def _export_gauges(self) -> None:
-        self._exported = self._trie.version
-        self.counters.holds(self._windows, self.held_bytes)
+        self._exported = self.trie.version
+        self.counters.holds(self.kept.windows, self.kept.held_bytes)
 
     def _check_saves(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
@@ -498,16 +368,16 @@ class SessionStore:
         if not self._host.true_on_every_rank(all(right)):
             for (first, point, _), mine in zip(unchecked, right, strict=True):
                 if not self._host.true_on_every_rank(mine):
-                    self._drop(self._trie.named(first), point)
+                    self._drop(self.trie.named(first), point)
         if self._memory.arena.board is not None:
-            self._expire()
+            self.kept.expire()
 
     def _drop(self, first: Page | None, point: Point) -> None:
         """Lets go of all that a wrong save wrote: the pages from ``first`` on, if any, and the window of ``point``."""
-        behind = [point] if first is None else [self._trie.point.get(page) for page in self._trie.below(first)]
+        behind = [point] if first is None else [self.trie.point.get(page) for page in self.trie.below(first)]
         for one in behind:
             if one is not None and self.stands(one):
-                self._let_go(one, "fault")
+                self.kept.let_go(one, "fault")
 
     def _drop_stale(self) -> None:
         if self._host.context.weight_version() != self._weights:
@@ -522,30 +392,11 @@ class SessionStore:
         return True
 
     def clear(self, reason: str) -> None:
-        """Lets go of everything at once: a hundred thousand pages, one by one, hold the scheduler up."""
+        """Lets go of everything at once."""
         self._weights = self._host.context.weight_version()
-        if self._windows:
-            self.counters.add("evicted", self._windows, reason)
-        self._memory.pool.forget([*self._tails()])
-        gone = self._trie.clear()
-        self._memory.pool.forget(gone)
-        self.on_gone(gone)
-        self._checksums.clear()
-        self.order.clear()
-        self.lookup.clear()
-        self._pages = self._windows = 0
+        self.kept.clear(reason)
         self._export_gauges()  # a paused server has no passes
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""
-        self._trie.check_integrity()
-        pages, points = self._trie.pages(), set(self.order)
-        assert sum(point.tail is not None for point in points) == self._windows
-        assert all(len(point.tail) == self._in_tail for point in points if point.tail is not None)
-        assert len(pages) == self._pages, (len(pages), self._pages)
-        assert points == set(self._trie.point.values())
-        assert self._checksums.keys() <= set(pages)
-        held = (point for point in points if point.order[0] in HELD)
-        assert self.order.held_pages == Counter(page for point in held for page in self._trie.path(point.page))
-        self.lookup.check_integrity(points)
-        assert self._trie.used is None
+        """Raises AssertionError as ``Kept.check_integrity``."""
+        self.kept.check_integrity()

@@ -145,7 +145,7 @@ class Tier:
         self._to_tell: deque[Told] = deque()
         self._told_error, self._told_at = "" if client is None else client.last_error, 0.0
         self._looked = time.monotonic()
-        sessions.on_gone, sessions.has_store = self._forget, True
+        sessions.kept.on_gone, sessions.has_store = self._forget, True
 
     @property
     def keys(self) -> Keys:
@@ -282,7 +282,7 @@ class Tier:
 
     def _borrow_slices(self) -> None:
         """Borrows units of the points that wait, as far as writes may hold them; the same on every rank."""
-        most = SLICE + self._sessions.in_tail
+        most = SLICE + self._sessions.kept.in_tail
         while self._final and (not self._borrowed or self._borrowed + most <= MOST_BORROWED):
             point = self._final[0]
             if not self._sessions.stands(point):

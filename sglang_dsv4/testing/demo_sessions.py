@@ -122,7 +122,7 @@ class Conversations:
         last = self._submit(self._tokens(prompt))
         self._world.run()
         if self._corrupt:
-            damage(self._plain.host.memory, self.store.units()[0])
+            damage(self._plain.host.memory, self.store.kept.units()[0])
         for lost in LOST:
             if self.result.turns < turns:
                 last = self._turn(lost, last)

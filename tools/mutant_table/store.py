@@ -110,5 +110,5 @@ MUTANTS = (
     *seeded("store/keys.py", "store/test_answers.py::test_a_prompt_is_hashed_in_parts",
         ("prompt-is-hashed-twice", "        behind.hashed = end\n", "        pass\n")),
     *seeded("sessions/store.py", "store/test_tier.py",
-        ("read-point-takes-all-the-room", "or 2 * (needs + loading) > self._most or", "or")),
+        ("read-point-takes-all-the-room", " or 2 * (needs + loading) > self.kept.most:", ":")),
 )  # fmt: skip

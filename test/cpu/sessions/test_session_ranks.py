@@ -70,7 +70,7 @@ class OneRank:
 
     def index(self) -> list[Any]:
         """Returns everything that both ranks must have alike."""
-        paths = [self.store._trie.path(point.page) for point in self.store.order]
+        paths = [self.store.trie.path(point.page) for point in self.store.order]
         return [
             (*point.order, point.number, point.tail, path) for point, path in zip(self.store.order, paths, strict=True)
         ]
@@ -83,7 +83,7 @@ def test_each_rank_saves_its_share_and_both_load_all_of_it(tmp_path: Path) -> No
         mine = OneRank(rank)
         point, rows = mine.keep(1, 4, seed=rank)
         longer, _ = mine.keep(1, 6, seed=10 + rank)
-        return rows, mine.load(point), mine.load(longer), mine.store.counters.saved_bytes, mine.store.held_bytes
+        return rows, mine.load(point), mine.load(longer), mine.store.counters.saved_bytes, mine.store.kept.held_bytes
 
     (own, loaded, longer, saved, held), (others, also, longer_too, saved_too, _) = on_ranks(tmp_path, work)
     assert loaded == also and longer == longer_too and loaded not in (own, others)

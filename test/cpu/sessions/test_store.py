@@ -140,14 +140,15 @@ def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, mo
     sessions = Sessions(device, 2 + 2 * TAIL)
     sessions.keep(1, 2)
     sessions.store.end_pass()
-    assert sessions.store.counters.held_bytes == sessions.store.held_bytes == (2 + TAIL) * UNIT
+    assert sessions.store.counters.held_bytes == sessions.store.kept.held_bytes == (2 + TAIL) * UNIT
     slots = oracle.resume(device.allocator, 3 * PAGE)
     oracle.evict(device.allocator, slots, len(slots))  # its window is gone: the save is refused
     sessions.store.keep("a", lambda first: array("q", [1] * 3 * PAGE)[first:], slots.int())
     device.allocator.free(slots)
     sessions.store.end_pass()
     assert sessions.host.counters.fallbacks["WindowNotMapped"] == 1
-    assert sessions.store.counters.held_bytes == sessions.store.held_bytes == 0, "its window took the other point's"
+    told, held = sessions.store.counters.held_bytes, sessions.store.kept.held_bytes
+    assert told == held == 0, "its window took the other point's"
 
 
 def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypatch):
@@ -215,7 +216,7 @@ def test_a_node_is_forgotten_with_its_point(device):
         "a point has one node, the last one"
     )
     sessions.store.check_integrity()
-    sessions.store.make_room(16)
+    sessions.store.kept.make_room(16)
     assert (sessions.find(1, node="first"), sessions.find(1, node="a fork's")) == (2, 2)
     sessions.store.lookup.remember_node(points[0], "first", PAGE)
     sessions.store.check_integrity()
@@ -239,9 +240,9 @@ def test_pages_go_from_the_end(device):
     sessions = Sessions(device)
     sessions.keep(1, 1), sessions.keep(1, 3)
     assert sessions.free == 24 - 3 - 2 * TAIL
-    sessions.store.make_room(15)  # the first point goes with its tail; its page is in the way of the second
+    sessions.store.kept.make_room(15)  # the first point goes with its tail; its page is in the way of the second
     assert (sessions.find(1), sessions.free) == (3, 24 - 3 - TAIL)
-    sessions.store.make_room(16)
+    sessions.store.kept.make_room(16)
     assert sessions.free == 24
 
 
@@ -250,7 +251,7 @@ def test_a_point_of_pages_alone_frees_no_tail(device):
     sessions = Sessions(device)
     sessions.keep(1, 2, window=False), sessions.keep(2, 2)
     assert sessions.free == 24 - 2 - 2 - TAIL
-    sessions.store.make_room(sessions.free + TAIL)
+    sessions.store.kept.make_room(sessions.free + TAIL)
     assert sessions.free == 24
 
 
@@ -284,7 +285,7 @@ def test_a_memory_full_of_sessions_has_room_for_a_retract(device, tokens, needs,
 
 def test_a_retract_that_evicts_the_point_of_its_own_pages_keeps_them(device):
     sessions = Sessions(device)
-    saved = sessions.store._trie.path(sessions.keep(1, 2).page)
+    saved = sessions.store.trie.path(sessions.keep(1, 2).page)
     sessions.keep(2, 8)
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
     copy = sessions.save(slots, 0, saved)
@@ -322,10 +323,10 @@ def test_a_window_is_not_written_while_a_transfer_may_read_or_write_it(device, m
 def test_the_units_of_a_point_that_went_rest_before_they_are_taken_again(device):
     sessions = Sessions(device)
     point = sessions.keep(1, 2)
-    young = {*point.tail, *sessions.store._trie.path(point.page)}
+    young = {*point.tail, *sessions.store.trie.path(point.page)}
     sessions.store.clear("flush")
     other = sessions.keep(2, 2)
-    assert young.isdisjoint({*other.tail, *sessions.store._trie.path(other.page)})
+    assert young.isdisjoint({*other.tail, *sessions.store.trie.path(other.page)})
 
 
 def test_behind_a_point_that_went_meanwhile_all_pages_are_kept_anew(device):
@@ -353,7 +354,7 @@ def test_pages_of_a_long_prompt_are_held_by_its_last_point_alone(device):
     first = sessions.keep(1, 2, window=False)
     second = sessions.keep(1, 4, behind=first, window=False)
     assert list(sessions.store.order) == [second] and sessions.find(1) == 0
-    assert sessions.store.held_bytes == 4 * UNIT
+    assert sessions.store.kept.held_bytes == 4 * UNIT
     sessions.keep(1, 5, behind=second)
     assert sessions.store.points == len(sessions.store.order) == 1 and sessions.find(1) == 5
 
@@ -369,10 +370,10 @@ def test_room_is_made_ahead_of_the_saves_that_need_it(device):
     sessions.store.end_pass()
     assert sessions.store.counters.evicted == {"room": 1} and sessions.free == 1 + 9 + TAIL
     assert (sessions.find(0), sessions.find(1), sessions.find(2)) == (9, 0, 9)
-    sessions.store.few, sessions.store.enough = sessions.free + 1, sessions.free + 9 + TAIL + 1
+    sessions.store.kept.few, sessions.store.kept.enough = sessions.free + 1, sessions.free + 9 + TAIL + 1
     sessions.store.end_pass()
     assert [sessions.find(number) for number in range(5)] == [9, 0, 0, 0, 9], "several at once"
-    sessions.store.few = sessions.store.enough = 160
+    sessions.store.kept.few = sessions.store.kept.enough = 160
     sessions.store.end_pass()
     assert (sessions.find(0), sessions.find(4)) == (9, 9), "a pin goes for none who may never come"
 
@@ -382,9 +383,9 @@ def test_the_way_to_a_point_stays_though_the_point_before_it_goes(device):
     sessions = Sessions(device, 18)
     point = sessions.keep(1, 2)
     sessions.keep(2, 2)
-    units = sessions.store._trie.path(point.page)
+    units = sessions.store.trie.path(point.page)
     longer = sessions.keep(1, 6, behind=point)
-    assert sessions.store._trie.path(longer.page)[:2] == units
+    assert sessions.store.trie.path(longer.page)[:2] == units
     assert dict(sessions.store.counters.evicted) == {"room": 2}
     assert (sessions.find(1), sessions.find(2)) == (6, 0)
 
@@ -392,7 +393,7 @@ def test_the_way_to_a_point_stays_though_the_point_before_it_goes(device):
 def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
     sessions = Sessions(device)
     sessions.keep(1, 2)
-    sessions.store.make_room(25)
+    sessions.store.kept.make_room(25)
     assert sessions.find(1) == 2
 
 
@@ -414,21 +415,21 @@ def test_pages_that_a_waiting_copy_holds_are_no_room(device):
     sessions.allocator.free(slots)
     held = sessions.host.memory.held_bytes
     assert held == copy.nbytes == (3 + TAIL) * UNIT == sessions.host.counters.held_bytes, "its alerts see all of it"
-    sessions.store.make_room(24 - 3 - TAIL + 1)
+    sessions.store.kept.make_room(24 - 3 - TAIL + 1)
     assert sessions.find(1) == 2 and not sessions.store.counters.evicted
-    sessions.store.make_room(24 - 3 - TAIL)
+    sessions.store.kept.make_room(24 - 3 - TAIL)
     assert sessions.find(1) == 0 and sessions.host.memory.held_bytes == held
     point = sessions.keep(5, 2)
-    units = sessions.store._trie.path(point.page)
+    units = sessions.store.trie.path(point.page)
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
     beside = sessions.save(slots, 1, units)
     sessions.allocator.free(slots)
-    sessions.store.make_room(sessions.free + TAIL + 1)
+    sessions.store.kept.make_room(sessions.free + TAIL + 1)
     assert sessions.find(5) == 2, "its pages are that copy's"
-    sessions.store.make_room(sessions.free + TAIL)
+    sessions.store.kept.make_room(sessions.free + TAIL)
     assert sessions.find(5) == 0
     copy.release(), beside.release()
-    sessions.store.make_room(24)
+    sessions.store.kept.make_room(24)
     assert sessions.host.memory.pool.held == sessions.host.memory.held_bytes == 0
     sessions.host.memory.check_integrity()
 
@@ -487,7 +488,7 @@ def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):
     tokens = array("q", [1] * 5 * PAGE)
     with sessions.store.pages_of("a", tokens, 4 * PAGE) as shared:
         assert len(shared) == 1
-        sessions.store.make_room(24)
+        sessions.store.kept.make_room(24)
     assert sessions.find(1) == 1
 
 
@@ -496,7 +497,7 @@ def test_a_pin_whose_time_is_over_goes_before_others_for_a_retract(device):
     sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
     sessions.keep(2, 2)
     sessions.now = 61.0
-    sessions.store.make_room(12)
+    sessions.store.kept.make_room(12)
     assert (sessions.find(1), sessions.find(2)) == (0, 2)
 
 

@@ -186,7 +186,7 @@ def test_only_the_pages_of_the_answer_are_copied_and_put(objects):
     before = dict(objects.objects)
     pair.decode.run()
     pair.settle()
-    in_tail = pair.points.sessions.in_tail
+    in_tail = pair.points.sessions.kept.in_tail
     assert len(objects.objects) - len(before) == pair.points.tier.counters.units["put", "ok"] == 1 + in_tail
     assert all(objects.objects[name] is found for name, found in before.items())
 

@@ -106,7 +106,7 @@ def test_a_turn_behind_a_turn_of_the_store_is_written_alone(monkeypatch):
     settle(tier)
     longer = [*req.origin_input_ids, *req.output_ids]
     new = (whole(longer) - whole(words)) // 256
-    assert tier.counters.units["put", "ok"] == new + tier._sessions.in_tail
+    assert tier.counters.units["put", "ok"] == new + tier._sessions.kept.in_tail
     world, _, tier = start(monkeypatch, objects)
     assert go_on(world, rng, [longer])[0].cached_tokens == whole(longer)
 
@@ -118,7 +118,7 @@ def test_a_shared_prompt_does_not_wait_for_its_answer(monkeypatch, shares):
     req = world.submit(tokens(rng, 1400), max_new=400, hints={"kv.share": {}} if shares else None)
     while len(req.output_ids) < 9:
         world.step()
-    assert len(objects.objects) == (1280 // 256 + tier._sessions.in_tail if shares else 0)
+    assert len(objects.objects) == (1280 // 256 + tier._sessions.kept.in_tail if shares else 0)
     world.run()
     settle(tier)
     world, _, _ = start(monkeypatch, objects)

@@ -135,7 +135,7 @@ def test_a_second_life_has_the_bytes_of_the_first() -> None:
 def test_only_new_pages_are_written_and_those_that_failed_come_again() -> None:
     store = MemoryStore()
     life = Life(store)
-    tail = life.sessions.in_tail
+    tail = life.sessions.kept.in_tail
     life.finish(1, 5)
     life.passes(4)
     life.finish(1, 7)
@@ -156,7 +156,7 @@ def test_a_point_that_goes_before_it_is_written_leaves_no_window() -> None:
     store = MemoryStore()
     life = Life(store)
     point = life.finish(1, 5)
-    life.sessions._let_go(point, "room")
+    life.sessions.kept.let_go(point, "room")
     life.passes(3)
     assert not store.objects and life.tier.counters.points == {"gone": 1}
 
@@ -181,7 +181,7 @@ def test_nothing_is_sent_before_it_is_on_the_host(monkeypatch: pytest.MonkeyPatc
     assert not store.objects and life.tier.units()
     over = True
     life.passes(4)
-    assert len(store.objects) == 5 + life.sessions.in_tail and not life.tier.units()
+    assert len(store.objects) == 5 + life.sessions.kept.in_tail and not life.tier.units()
 
 
 def test_tickets_are_over_when_their_transfers_are_on_every_rank() -> None:
@@ -252,7 +252,7 @@ def test_other_weights_end_it_and_nothing_read_under_them_is_kept() -> None:
     assert not ask.waits and life.found(1) == 0 and not life.tier.units() and not life.memory.pool.held
     life.finish(2, 5)
     life.passes(4)
-    assert len(store.objects) == 9 + life.sessions.in_tail and life.ask(1, 12) is None
+    assert len(store.objects) == 9 + life.sessions.kept.in_tail and life.ask(1, 12) is None
 
 
 def test_an_ask_that_finds_no_room_takes_nothing() -> None:

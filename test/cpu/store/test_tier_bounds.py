@@ -46,11 +46,11 @@ def test_what_one_turn_adds_is_a_group_whatever_its_slices(monkeypatch: pytest.M
     life.finish(1, 11)
     life.passes(9)
     first = dict(store.groups)
-    assert len(first) == 11 + life.sessions.in_tail and len(set(first.values())) == 1
+    assert len(first) == 11 + life.sessions.kept.in_tail and len(set(first.values())) == 1
     life.finish(1, 16)
     life.passes(9)
     added = {name: group for name, group in store.groups.items() if name not in first}
-    assert len(added) == 5 + life.sessions.in_tail and len({*added.values(), *first.values()}) == 2
+    assert len(added) == 5 + life.sessions.kept.in_tail and len({*added.values(), *first.values()}) == 2
 
 
 @pytest.mark.parametrize("lost", ["pages", "all"])
@@ -86,7 +86,7 @@ def test_equal_prompts_are_read_once_and_all_have_it() -> None:
     life = Life(store)
     asks = [life.ask(1, pages) for pages in (12, 12, 11, 10)]
     life.passes(1)
-    assert len(life.tier.units()) == 9 + life.sessions.in_tail
+    assert len(life.tier.units()) == 9 + life.sessions.kept.in_tail
     life.passes(3)
     assert life.found(1) == 9 and not any(ask.waits for ask in asks)
     assert life.tier.counters.asks == {"hit": 4} and not life.client.open and not life.tier._open

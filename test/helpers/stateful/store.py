@@ -96,8 +96,8 @@ class StoreLives(RuleBasedStateMachine):
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, bigram, nbytes)
         tail = units_by_hand.units(self.pool, PAGE) - 1
         self.expected = Expected(units, self.unit, tail, nbytes, bigram)
-        self.expected.few = self.store.few = max(0, ahead - 1)
-        self.expected.enough = self.store.enough = ahead
+        self.expected.few = self.store.kept.few = max(0, ahead - 1)
+        self.expected.enough = self.store.kept.enough = ahead
         self.store.order.clock = lambda: self.expected.now
         self.retracts, self.seed = self.expected.away, 0
 
@@ -171,7 +171,7 @@ class StoreLives(RuleBasedStateMachine):
     def _held_units(self) -> list[tuple[Any, int]]:
         """Returns the units of copies, pages and points, each with its holder, of a page its name."""
         held: list[tuple[Any, int]] = [(away, unit) for away in self.retracts for unit in away.copy.units]
-        held += [(self.store._trie.name(page), page) for page in self.store._trie.pages()]
+        held += [(self.store.trie.name(page), page) for page in self.store.trie.pages()]
         return held + [(point, unit) for point in self.store.order for unit in point.tail or ()]
 
     @precondition(lambda self: self.expected.points)
@@ -307,10 +307,10 @@ class StoreLives(RuleBasedStateMachine):
         self._did("supersede")
 
     def _is(self, point: Any, kept: Kept) -> bool:
-        return point.page == self.store._trie.walk(kept.prompt[0], self._keys(kept))[len(kept.way) - 1]
+        return point.page == self.store.trie.walk(kept.prompt[0], self._keys(kept))[len(kept.way) - 1]
 
     def _keys(self, kept: Kept) -> list[bytes]:
-        return list(self.store._trie.keys(tokens_of(kept.prompt), len(kept.way) * PAGE))
+        return list(self.store.trie.keys(tokens_of(kept.prompt), len(kept.way) * PAGE))
 
     # Rules are drawn evenly: what matters most has several names, and what empties the store shares one.
 
@@ -351,7 +351,7 @@ class StoreLives(RuleBasedStateMachine):
         """Begins the next pass: all that was built on a wrong save goes."""
         self.store.end_pass()
         counters = self.store.counters
-        assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
+        assert (counters.points, counters.held_bytes) == (self.store.points, self.store.kept.held_bytes)
         self.expected.settle()
         self.expected.evict_ahead()
 
@@ -384,7 +384,7 @@ class StoreLives(RuleBasedStateMachine):
         pool = self.memory.pool
         assert pool.available == self.expected.free() and pool.available + pool.held == pool.total
         assert self.memory.held_bytes == self.expected.away_bytes()
-        assert self.store.points == self.expected.windows and self.store.held_bytes == self.expected.nbytes()
+        assert self.store.points == self.expected.windows and self.store.kept.held_bytes == self.expected.nbytes()
         assert self.expected.nbytes() <= self.expected.most
         assert [_named(point) for point in self.store.order] == [
             (*point.order, len(point.way) * PAGE) for point in self.expected.order()
@@ -402,7 +402,7 @@ class StoreLives(RuleBasedStateMachine):
                 away.copy.release()
             self.memory.check_integrity()
             assert self.memory.pool.held == 0
-            assert not list(self.store._trie.pages()) and not self.store.order._places and not self.store.order._ends
+            assert not list(self.store.trie.pages()) and not self.store.order._places and not self.store.order._ends
             self.host.close()
         finally:
             self.allocator.clear()

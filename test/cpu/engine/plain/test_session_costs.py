@@ -111,7 +111,7 @@ def test_what_was_computed_across_an_update_is_not_kept_until_a_flush(flushed: s
     with changing_weights():
         pass
     world.run(check=False)
-    assert (store.points, store.held_bytes) == (0, 0)
+    assert (store.points, store.kept.held_bytes) == (0, 0)
     if flushed == "before the update":
         assert world.flush()
         world.submit(range(9000, 9100), max_new=3)
@@ -134,7 +134,7 @@ def test_a_copy_across_an_update_gives_sessions_no_pages() -> None:
     world.retract(req)
     forget(world)
     world.step()
-    assert store.held_bytes == 0 and serving(world).host.counters.saves == 1
+    assert store.kept.held_bytes == 0 and serving(world).host.counters.saves == 1
 
 
 @pytest.mark.parametrize("way", ["by a trainer", "released, the cache first"])
@@ -269,7 +269,7 @@ def test_a_miss_is_looked_up_again_only_when_a_point_of_its_namespace_came() -> 
     sessions._longest(store, waits, world.tree)
     found = request_state(waits).point
     assert found.point is None
-    store._let_go(next(iter(store.order)), "room")
+    store.kept.let_go(next(iter(store.order)), "room")
     world.submit(range(20_000, 21_300), max_new=3, extra_key="other")
     sessions._longest(store, waits, world.tree)
     assert request_state(waits).point is found, "a point went, and one came elsewhere"
@@ -287,8 +287,8 @@ def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
     world.scheduler.waiting_queue.remove(waits)
     world.submit(range(20_000, 21_300), max_new=3)
     world.run()
-    cut, keys = [], store._trie.keys
-    store._trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
+    cut, keys = [], store.trie.keys
+    store.trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
     assert not store.lookup.is_current(sessions.namespace(waits), request_state(waits).point, 0)
     assert sessions._longest(store, waits, world.tree).tokens == 5888 and len(cut) <= 1
     found = request_state(waits).point
@@ -307,6 +307,6 @@ def test_all_points_go_in_a_moment() -> None:
     started = time.perf_counter()
     store.clear("flush")
     assert time.perf_counter() - started < 0.05
-    assert store.points == store.held_bytes == 0 and not list(store.order)
+    assert store.points == store.kept.held_bytes == 0 and not list(store.order)
     assert dict(store.counters.evicted) == evicted | {"flush": 3}
     store.check_integrity()

@@ -43,7 +43,7 @@ def test_a_chunk_that_is_told_twice_is_not_saved_while_its_forward_runs(
     req.pending_bootstrap = True
     for _ in range(6):  # the world raises where a save reads what a forward in flight writes
         world.step()
-    assert store.held_bytes and not req.pending_bootstrap
+    assert store.kept.held_bytes and not req.pending_bootstrap
 
 
 def world_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, Any]:
@@ -85,9 +85,9 @@ def test_a_demoted_prompt_takes_no_room_of_plain_ones(monkeypatch: pytest.Monkey
 def test_no_page_stays_of_a_prompt_that_was_aborted_in_its_midst() -> None:
     world, store = world_with_sessions(chunk=512, pages=80)
     req = world.submit(range(6000), max_new=4)
-    while not store.held_bytes:
+    while not store.kept.held_bytes:
         world.step()
     world.abort(req)
     world.run()
-    assert store.held_bytes == 0 and not list(store.order)
+    assert store.kept.held_bytes == 0 and not list(store.order)
     store.check_integrity()

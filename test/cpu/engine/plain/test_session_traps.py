@@ -264,7 +264,7 @@ def test_trap_21_a_short_request_keeps_nothing():
 def test_trap_22_a_point_takes_no_unit_of_a_retract(more):
     """The copies of retracts leave as many units as five pages and a window take, or one less."""
     world, store = world_with_sessions()
-    pool, store.few, store.enough = serving(world).host.memory.pool, 0, 0
+    pool, store.kept.few, store.kept.enough = serving(world).host.memory.pool, 0, 0
     pool.take(pool.total - (5 + TAIL + more))
     lost(world)
     assert (store.points, pool.available) == ((1, 0) if not more else (0, 5 + TAIL - 1))

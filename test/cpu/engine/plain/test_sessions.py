@@ -184,7 +184,7 @@ def test_every_session_that_is_loaded_is_compared(monkeypatch):
     again = world.second_turn(req, range(40), max_new=3)
     world.run()
     assert again.finished() and store.counters.verified == 1 and serving(world).host.counters.verified == 2
-    serving(world).host.memory.bytes_of(next(iter(store._trie.pages())))[5] ^= 1
+    serving(world).host.memory.bytes_of(next(iter(store.trie.pages())))[5] ^= 1
     forget(world)
     world.second_turn(again, range(40), max_new=3)
     with pytest.raises(VerifyMismatch, match="changed since the save: tokens 0 to 256 "):
@@ -261,9 +261,9 @@ def test_memory_of_sessions_is_not_counted_as_that_of_copies():
     world.submit(range(1300), max_new=5)
     world.run()
     counters = serving(world).host.counters
-    assert (store.points, store.held_bytes > 0) == (1, True)
+    assert (store.points, store.kept.held_bytes > 0) == (1, True)
     assert serving(world).host.memory.held_bytes == 0 and counters.saves == counters.loads == 0
-    assert world.flush() and (store.points, store.held_bytes, store.counters.held_bytes) == (0, 0, 0)
+    assert world.flush() and (store.points, store.kept.held_bytes, store.counters.held_bytes) == (0, 0, 0)
     nothing_is_held(world)
 
 
