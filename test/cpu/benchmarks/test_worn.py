@@ -18,7 +18,7 @@ def test_an_arena_is_worn_down_behind_a_flush_and_serves_on(monkeypatch, tmp_pat
     worn.install(tmp_path / "turns")
     assert world.flush()
     pool = plain.host.memory.pool
-    free = sorted(set(range(pool.total)) - set(store.units()))
+    free = sorted(set(range(pool.total)) - set(store.kept.units()))
     assert len(free) < pool.total // 4
     assert sum(unit != before + 1 for before, unit in pairwise(free)) > 3, "free units are neighbours"
     world.submit(range(1500), max_new=4)
