@@ -249,7 +249,7 @@ def test_a_point_stays_where_there_is_no_room_for_the_next(objects, monkeypatch)
     while req.seqlen < 1430:
         pair.decode.step()
     (point,) = pair.points.sessions.order
-    monkeypatch.setattr(pair.points.sessions, "_find_room", lambda *_, **__: False)
+    monkeypatch.setattr(pair.points.sessions.kept, "find_room", lambda *_, **__: False)
     while req.seqlen < 1700:
         pair.decode.step()
     assert request_state(req).kept is point and pair.points.sessions.stands(point)
