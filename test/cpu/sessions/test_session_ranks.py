@@ -10,11 +10,9 @@ from typing import Any
 
 import oracle
 import pytest
-import torch
-from processes import exchange, on_ranks
+from processes import exchange, on_ranks, place
 from stateful.store import Search
 
-from sglang_dsv4.engine.ranks import gathered
 from sglang_dsv4.errors import CopyEngineError, HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem import board, sharing
 from sglang_dsv4.pools.copy_service import ServerContext
@@ -35,8 +33,7 @@ class OneRank:
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool)
         context = ServerContext(
-            agreed_size=lambda size: size.agreed(gathered(size, 2, torch.distributed.group.WORLD)),
-            ranks=2,
+            place=place(rank),
             world=sharing.World(exchange, rank, "all"),
         )
         self.host = self.pool.attach_host(Settings(host_gb=ROOM, verify=verify, sessions=None), context)
