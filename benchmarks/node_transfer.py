@@ -36,7 +36,6 @@ class Rank:
 
         boot()  # before the engine's pools are imported, in each process for itself
         from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415
-        from sglang_dsv4.hostmem.machine_lock import Place  # noqa: PLC0415
         from sglang_dsv4.hostmem.sharing import World  # noqa: PLC0415
         from sglang_dsv4.pools.copy_service import ServerContext  # noqa: PLC0415
         from sglang_dsv4.settings import Settings  # noqa: PLC0415
@@ -57,7 +56,7 @@ class Rank:
                 buffer.random_(0, 256)
         self.alone, self.subject.pool.host = self.subject.host, None
         context = ServerContext(
-            place=Place(self.ranks, first=rank == 0, tell=self.gather),
+            agreed_size=lambda size: size and size.agreed(self.gather(size)), ranks=self.ranks,
             world=World(self.gather, rank, "all"),
         )  # fmt: skip
         settings = Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4)

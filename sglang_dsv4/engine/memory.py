@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import place, true_on_every_rank, world
+from sglang_dsv4.engine.ranks import agreed_size, place, true_on_every_rank, world
 from sglang_dsv4.engine.retract import choices
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
@@ -29,9 +29,12 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
     if not isinstance(pool, TokenToKVPool):
         return
     settings = read_settings()
+    here = place(scheduler.server_args)
     server.clean_version, server.emptied = server.weight_version, None  # the cache is new
     context = ServerContext(
-        place=place(scheduler.server_args),
+        agreed_size=agreed_size,
+        ranks=here.ranks,
+        launcher=here.launcher,
         world=world() if settings.share == "auto" else None,
         true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),

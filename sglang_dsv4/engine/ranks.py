@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from sglang_dsv4.hostmem.claims import launcher
 from sglang_dsv4.hostmem.fences import why_unordered
-from sglang_dsv4.hostmem.machine_lock import Place
 from sglang_dsv4.hostmem.sharing import World, machine
+from sglang_dsv4.hostmem.sizing import ArenaSize
+
+
+class Place(NamedTuple):
+    """Describes one machine's ranks of the server: how many they are, and the first one's launcher."""
+
+    ranks: int
+    launcher: str
 
 
 def place(args: Any) -> Place:
-    """Finds this rank's place among those of the server; a collective."""
-    replicas = _replicas(args)
-    if not _distributed():
-        return Place(ranks_a_machine(args), replicas)
-    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
+    """Finds this rank's place; a collective.
 
+    Ranks of one machine may have launchers of their own (two of ``--nnodes``).
+    """
+    if not _distributed():
+        return Place(ranks_a_machine(args), launcher())
     try:
-        here = machine()
+        mine = machine(), launcher()
     except OSError:  # a sandbox
-        here = platform.node()
-    found = of_every_rank(here)
-    machines, first = sorted(set(found)), found.index(here) == get_world_group().rank_in_group
-    return Place(found.count(here) * replicas, replicas, machines.index(here), len(machines), first, of_every_rank)
+        mine = platform.node(), launcher()
+    here = [launched_by for where, launched_by in of_every_rank(mine) if where == mine[0]]
+    return Place(len(here) * _replicas(args), here[0])
 
 
 def ranks_a_machine(args: Any) -> int:
@@ -36,6 +43,12 @@ def ranks_a_machine(args: Any) -> int:
 def _replicas(args: Any) -> int:
     """Counts the server's worlds of ranks; one launcher starts them all."""
     return 1 if args.enable_dp_attention else int(args.dp_size)
+
+
+def agreed_size(mine: ArenaSize | None) -> ArenaSize | None:
+    """Returns the size of the arena for every rank of the server; None when any rank has none."""
+    found = of_every_rank(mine)
+    return None if mine is None or None in found else mine.agreed(found)
 
 
 def of_every_rank(mine: Any) -> list[Any]:

@@ -53,13 +53,14 @@ class _Offer(NamedTuple):
 class Sharers:
     """Holds the ranks of this rank's group on its machine. rank: its number among them.
 
-    arenas: of the server (a replica of it, with --dp-size) on this machine. whole: whether the group has no rank
-    elsewhere.
+    local: of the server (a replica of it, with --dp-size) on this machine; arenas: of those. whole: whether the group
+    has no rank elsewhere.
     """
 
     world: World
     rank: int
     ranks: int
+    local: int
     arenas: int
     whole: bool
     _file: int
@@ -120,9 +121,9 @@ def find_sharers(world: World) -> Sharers | None:
     finally:
         if own >= 0:
             os.close(own)
-    here = {offer.group for offer in offers if offer.machine == offers[world.rank].machine}
+    here = [offer.group for offer in offers if offer.machine == offers[world.rank].machine]
     whole = sum(offer.group == world.group for offer in offers) == len(members)
-    return Sharers(world, members.index(world.rank), len(members), len(here), whole, file)
+    return Sharers(world, members.index(world.rank), len(members), len(here), len(set(here)), whole, file)
 
 
 def machine() -> str:

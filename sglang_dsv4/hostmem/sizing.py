@@ -70,6 +70,11 @@ def free_ram() -> int:
     return max(0, min([psutil.virtual_memory().available, *(left for left in groups if left is not None)]))
 
 
+def total_ram() -> int:
+    """Returns the bytes of RAM that the machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
     """Reads the bytes that a control group may still take; None: no limit. Idle page cache counts as free."""
     if not (place / limit).exists() or not (place / used).exists():

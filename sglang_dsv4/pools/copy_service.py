@@ -23,7 +23,6 @@ from sglang_dsv4.errors import (
     IndexMismatch,
     StaleWeights,
 )
-from sglang_dsv4.hostmem.machine_lock import ALONE, Place
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.hostmem.sharing import Sharers, World
@@ -49,7 +48,10 @@ T = TypeVar("T")
 class ServerContext:
     """Tells a pool of its server. What asks other ranks is called equally often on each of them."""
 
-    place: Place = ALONE  # of this rank, among those that share the machine's RAM
+    # This rank's size of the arena (None: it refuses) -> the one for every rank (None: one refuses).
+    agreed_size: Callable[[ArenaSize | None], ArenaSize | None] = lambda size: size
+    ranks: int = 1  # that share the machine's RAM
+    launcher: str | None = None  # of the first of them; None: this one's own
     world: World | None = None  # the server's ranks, where those of a group may share an arena
     true_on_every_rank: Callable[[bool], bool] = lambda mine: mine  # of those that retract together
     writer_streams: WriterStreams = lambda: ()  # whose queued work a load must wait for

@@ -107,7 +107,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """Reserves and pins the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
         draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
-        says so, and the target's copy is whole without it. It counts other starting servers (``hostmem.machine_lock``).
+        says so, and the target's copy is whole without it. Other starting servers are counted, see ``hostmem.claims``.
         Raises HostMemoryExhausted when DSV4_HOST_GB asks for too much.
         """
         if self.host is not None:
@@ -120,7 +120,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             logger.warning("each rank has host memory of its own: %s", apart)
             failure = self._reserve(settings, replace(context, world=None), draft)
         if isinstance(failure, HostMemoryExhausted):
-            failure = _with_cause(failure, apart, settings, context.place.ranks)
+            failure = _with_cause(failure, apart, settings, context.ranks)
         if isinstance(failure, LayoutRefused):
             self.refusal, failure = str(failure), None
         if failure is not None and settings.host_gb is not None:
@@ -140,7 +140,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         def make(size: ArenaSize, sharers: Sharers | None) -> CopyService:
             return CopyService(buffers(), size, settings, context, sharers)
 
-        self.host, failure = reserve(choose, make, context.place, context.world)
+        self.host, failure = reserve(choose, make, context.ranks, context.launcher, context.world, context.agreed_size)
         return failure
 
     def _describe(self, draft: DraftPool | None, stages: int) -> DeviceBuffers:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4.hostmem.machine_lock import Place
-
 FORK = multiprocessing.get_context("fork")  # children inherit the imported engine
 
 
@@ -57,11 +55,6 @@ def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[A
         return answer
 
     return together(as_rank, [(rank,) for rank in range(ranks)])
-
-
-def place(rank: int, ranks: int = 2, replicas: int = 1) -> Place:
-    """The place of a rank whose replica has all of its ranks on this machine, with a gloo group."""
-    return Place(ranks * replicas, replicas, first=rank == 0, tell=exchange)
 
 
 def exchange(mine: Any) -> list[Any]:

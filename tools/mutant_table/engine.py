@@ -36,7 +36,7 @@ MUTANTS = (
             "engine/test_installation.py::test_an_untested_version_is_served_with_a_warning_and_without_prep",
         ("sessions-lost-in-silence", "if settings.sessions.asked:", "if False:")),
     *seeded("engine/ranks.py", "engine/test_ranks.py",
-        ("machines-in-an-order-of-each-server", "sorted(set(found))", "list(dict.fromkeys(found))")),
+        ("launchers-are-servers", "here[0])", "mine[1])")),
     *seeded("hostmem/sizing.py", "engine/test_ranks.py",
         ("largest-rank-decides", "min(size.count for size in found)", "max(size.count for size in found)"),
         ("stages-have-tails-of-their-own", "replace(self.units, tails=tuple(tails))", "self.units")),

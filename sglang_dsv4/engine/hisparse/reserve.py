@@ -2,8 +2,8 @@
 
 The pool is built before the scheduler, its queues and our arena, and captured graphs hold its addresses: it cannot grow
 later. The reserve and the arena share DSV4_HOST_GB as their bytes share a request's cache. Each rank keeps rows of its
-own, also where an arena is shared; all have the same reserve, so that all can keep the rows that one can. The engine's
-own pool is pinned with it, while no other server measures (see ``hostmem.machine_lock``).
+own, also where an arena is shared; all have the same reserve, so that all can keep the rows that one can. The RAM is
+claimed with the engine's own pool beside it, as for an arena, until both are pinned (see ``hostmem.claims``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sglang_dsv4.cache.families import kv_page_bytes
 from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.ranks import place, ranks_an_arena
+from sglang_dsv4.engine.ranks import Place, of_every_rank, place, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
-from sglang_dsv4.hostmem.machine_lock import ALONE, Place, Ram, machine_locked
+from sglang_dsv4.hostmem.claims import Claim, launcher
 from sglang_dsv4.hostmem.sizing import kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
 from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
@@ -56,11 +56,15 @@ def init(
         return
     settings, server = read_settings(), get_context().server_args
     ranks = 1 if tp_group is None or settings.share == "off" else ranks_an_arena(server)
-    here = ALONE if tp_group is None else place(server)
-    with machine_locked(here, "HiSparse") as ram:
-        reserve = reserve_pages(pool, token_to_kv_pool_allocator.size_full, settings, here, ram, ranks)
-        with larger_by(reserve):
+    agree = (lambda pages: pages) if tp_group is None else least_of_all
+    claim = Claim(*(Place(1, launcher()) if tp_group is None else place(server)))
+    try:
+        reserve = reserve_pages(pool, token_to_kv_pool_allocator.size_full, settings, claim, ranks, agree)
+        with claim.pinning(), larger_by(reserve):
             build()
+    except BaseException:
+        claim.close()
+        raise
     if reserve:
         pool.kept_rows = KeptRows(coordinator, reserve, settings.verify, ranks)
         logger.info(
@@ -113,26 +117,28 @@ def server_keeps_rows() -> bool:
 
 
 def reserve_pages(
-    pool: TokenToKVPool, tokens: int, settings: Settings, here: Place, ram: Ram, ranks: int = 1
+    pool: TokenToKVPool, tokens: int, settings: Settings, claim: Claim, ranks: int = 1,
+    agree: Callable[[int], int] = lambda pages: pages,
 ) -> int:  # fmt: skip
     """Counts the pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
 
-    ram: its ``pinned`` becomes the whole host pool. ranks: that share DSV4_HOST_GB. Every rank gets the smallest
-    number of all ranks of the server; pipeline stages, too, must agree on the rows kept. Raises HostMemoryExhausted
-    where DSV4_HOST_GB asks for more than can be had, or has no room for a page.
+    claim: of this rank; the whole host pool is claimed. ranks: that share DSV4_HOST_GB. agree: this rank's number ->
+    the one for all; called once, before any rank builds its pool, which the others' free RAM would lack. Raises
+    HostMemoryExhausted where DSV4_HOST_GB asks for more than can be had, or has no room for a page.
     """
     try:
         geometry = geometry_of(pool)
     except (GeometryError, LayoutRefused):
-        return min(here.tell(0))  # the attach says why
+        return agree(0)  # the attach says why
     page = kv_page_bytes(PAGE // 4) * len(geometry.owners(4))
     others = Units.of(geometry).nbytes
     pages = tokens // PAGE
-    room = max(0, ram.free // here.ranks - ENGINE_LEAVES - pages * page)
-    wanted = kept_pages(settings, pages, page, others, room, ranks)
-    too_many = settings.host_gb is not None and wanted * page > room
-    agreed = min(here.tell(0 if too_many else wanted))
-    ram.pinned = (pages + agreed) * page
+    with claim.measuring() as free:
+        room = max(0, free // claim.ranks - ENGINE_LEAVES - pages * page)
+        wanted = kept_pages(settings, pages, page, others, room, ranks)
+        too_many = settings.host_gb is not None and wanted * page > room
+        claim.ask((pages + wanted) * page)
+    agreed = agree(0 if too_many else wanted)
     if settings.host_gb is not None and not wanted:
         raise HostMemoryExhausted(f"DSV4_HOST_GB={settings.host_gb:.12g} holds not one page of HiSparse rows; raise it")
     if too_many:
@@ -143,3 +149,8 @@ def reserve_pages(
     if not agreed:
         logger.warning("HiSparse: a rank has no RAM for rows of retracted requests, so none are kept")
     return agreed
+
+
+def least_of_all(pages: int) -> int:
+    """Returns the smallest number over all ranks of the server; pipeline stages, too, must agree on the rows kept."""
+    return min(of_every_rank(pages))

@@ -13,7 +13,7 @@ import torch
 import units_by_hand
 from plain_world import forget, over, run_to, serving, small_world, world_with_sessions
 from pretended_device import Device
-from processes import exchange, on_ranks, place
+from processes import exchange, on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Geometry, families
@@ -21,9 +21,8 @@ from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.engine.ranks import ranks_a_machine
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.hostmem.machine_lock import Place
+from sglang_dsv4.hostmem import reserve
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.hostmem.reserve import agreed_size
 from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
@@ -48,8 +47,16 @@ GIVEN = {
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_each_rank_gets_the_fewest_units_and_the_longest_tails(tmp_path: Path, case: str) -> None:
+    from sglang.srt.distributed import parallel_state
+
     mine, wanted = GIVEN[case]
-    assert on_ranks(tmp_path, lambda rank: agreed_size(mine[rank], exchange), len(mine)) == wanted
+
+    def work(rank: int) -> Any:
+        group = SimpleNamespace(cpu_group=torch.distributed.group.WORLD, world_size=len(mine))
+        parallel_state.get_world_group = lambda: group
+        return engine_ranks.agreed_size(mine[rank])
+
+    assert on_ranks(tmp_path, work, len(mine)) == wanted
 
 
 def stages(ratios: tuple[int, ...], count: int, sources: tuple[int, ...] = ()) -> list[Geometry]:
@@ -99,11 +106,12 @@ def test_stages_with_other_units_give_out_the_same_ones_and_refuse_alike(pipelin
         memory.close()
 
 
-def attached(rank: int, stage: tuple[int, int], units: int) -> Any:
+def attached(stage: tuple[int, int], units: int) -> Any:
     """In a child: a stage's host memory, for so many units of its own and what is left of one."""
+    engine_ranks.of_every_rank = exchange
     pool = make_pool(PoolSpec(stage=stage))
     settings = Settings(host_gb=(units + 0.9) * units_by_hand.unit_bytes(pool) / 2**30)
-    return pool.attach_host(settings, ServerContext(place=place(rank)))
+    return pool.attach_host(settings, ServerContext(agreed_size=engine_ranks.agreed_size))
 
 
 STAGES = pytest.mark.parametrize("stages", [((0, 4), (2, 6)), ((0, 2), (2, 6))], ids=["alike", "one has no pages"])
@@ -114,7 +122,7 @@ def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: P
     """Else one stage of a pipeline keeps a request that the other sends back, and nothing is admitted any more."""
 
     def work(rank: int) -> Any:
-        host = attached(rank, stages[rank], (70, 41)[rank])
+        host = attached(stages[rank], (70, 41)[rank])
         answers, copies = [], []
         for tokens in (300, 1, 1000, 513, 2000, 40, 256, 700):
             try:
@@ -143,7 +151,7 @@ def test_what_is_too_little_once_agreed_is_refused_on_every_rank(tmp_path: Path,
 
     def work(rank: int) -> str:
         with pytest.raises(HostMemoryExhausted) as caught:
-            attached(rank, stages[rank], least[short] if rank == short else 3 * least[rank])
+            attached(stages[rank], least[short] if rank == short else 3 * least[rank])
         return str(caught.value)
 
     for said in on_ranks(tmp_path, work):
@@ -152,8 +160,9 @@ def test_what_is_too_little_once_agreed_is_refused_on_every_rank(tmp_path: Path,
 
 def test_a_rank_whose_pool_is_refused_stops_the_others(tmp_path: Path) -> None:
     def work(rank: int) -> Any:
+        engine_ranks.of_every_rank = exchange
         pool = make_pool(PoolSpec(hisparse=rank == 1))
-        host = pool.attach_host(Settings(), ServerContext(place=place(rank)))
+        host = pool.attach_host(Settings(), ServerContext(agreed_size=engine_ranks.agreed_size))
         return host is None, pool.refusal
 
     first, second = on_ranks(tmp_path, work)
@@ -280,23 +289,26 @@ def test_one_rank_of_an_arena_starts_a_store_early(
 
 
 @pytest.mark.parametrize("machines", (1, 2))
-def test_one_rank_of_a_machine_takes_its_lock_and_machines_have_one_order(tmp_path: Path, machines: int) -> None:
-    """Whatever started the ranks: two of --nnodes may share a machine."""
+def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machines: int) -> None:
+    """Two of --nnodes on one machine, each with half of the ranks: the first one's launcher names the server."""
 
     def work(rank: int) -> Any:
         lockstep()
-        engine_ranks.machine = lambda: f"machine {machines - rank}" if machines > 1 else "machine"
-        found = engine_ranks.place(SimpleNamespace(enable_dp_attention=False, dp_size=1, nnodes=2))
-        return found[:-1], found.tell(rank)
+        engine_ranks.machine = lambda: f"machine {rank % machines}"
+        engine_ranks.launcher = lambda: f"launcher {rank}"
+        return tuple(engine_ranks.place(SimpleNamespace(enable_dp_attention=False, dp_size=1, nnodes=2)))
 
-    one, two = [(2, 1, 0, 1, True), (2, 1, 0, 1, False)], [(1, 1, 1, 2, True), (1, 1, 0, 2, True)]
-    assert on_ranks(tmp_path, work) == [(found, [0, 1]) for found in (one if machines == 1 else two)]
+    apart = [(1, "launcher 0"), (1, "launcher 1")]
+    assert on_ranks(tmp_path, work) == ([(2, "launcher 0")] * 2 if machines == 1 else apart)
 
 
-def test_a_server_reserves_memory_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Place(4, 2)
-    monkeypatch.setattr("sglang_dsv4.engine.memory.place", lambda args: here)
-    assert World().host.context.place is here
+def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("sglang_dsv4.engine.memory.place", lambda args: engine_ranks.Place(2, "the first"))
+    real = reserve.Claim
+    monkeypatch.setattr(reserve, "Claim", lambda *given: (made.append(given), real(*given))[1])
+    assert World().host.context.ranks == 2
+    assert made == [(2, "the first")]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import pytest
 import torch
 import units_by_hand
 from pool_fixture import World
-from processes import exchange, on_ranks, place
+from processes import exchange, on_ranks
 
+from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.errors import HostMemoryExhausted, VerifyMismatch
-from sglang_dsv4.hostmem import arena, machine_lock, sharing
+from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
@@ -26,15 +27,17 @@ TOKENS = 2_060  # of nine pages rank 0 saves seven, rank 1 two and the tail of s
 
 
 def attached(
-    rank: int, full: bool = False, verify: bool = False, replicas: int = 1, share: str = "auto", rows: Any = ()
+    rank: int, full: bool = False, verify: bool = False, ranks: int = 2, share: str = "auto", rows: Any = ()
 ) -> World:
     """A rank's pool of the tiny model; what it holds follows from the rank. full: one copy fills it. rows: the engine's
     on the host, by full slot.
     """
     spec = PoolSpec(pages=24, swa_pages=24)
     pool = make_pool(spec)
+    engine_ranks.of_every_rank = exchange
     context = ServerContext(
-        place=place(rank, replicas=replicas),
+        agreed_size=engine_ranks.agreed_size,
+        ranks=ranks,
         world=sharing.World(exchange, rank, "all") if share == "auto" else None,
         host_rows=rows,
     )
@@ -50,7 +53,7 @@ def test_every_replica_counts_the_arenas_of_the_others(tmp_path: Path, replicas:
     def work(rank: int) -> list[int]:
         counted, real = [], token_to_kv.wanted_size
         token_to_kv.wanted_size = lambda *given: (counted.append(given[3]), real(*given))[1]
-        attached(rank, replicas=replicas)
+        attached(rank, ranks=2 * replicas)
         return counted
 
     assert on_ranks(tmp_path, work) == [[replicas]] * 2
@@ -240,7 +243,8 @@ def test_memory_for_one_arena_and_not_for_one_a_rank_is_refused_with_the_cause(t
         def refuse(*_: Any) -> None:
             raise HostMemoryExhausted("cannot pin it (CUDA error 2); raise the locked-memory limit (ulimit -l)")
 
-        machine_lock.free_ram = lambda: int(0.05 * 2**30)
+        claims.free_ram = lambda: int(0.05 * 2**30)
+        claims.Claim.__init__.__defaults__ = (None, (str(tmp_path),))
         if rank == 1 and why == "a rank":
             arena.populate = refuse
         with pytest.raises(HostMemoryExhausted) as caught:

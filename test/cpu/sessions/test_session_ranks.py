@@ -10,9 +10,11 @@ from typing import Any
 
 import oracle
 import pytest
-from processes import exchange, on_ranks, place
+import torch
+from processes import exchange, on_ranks
 from stateful.store import Search
 
+from sglang_dsv4.engine.ranks import gathered
 from sglang_dsv4.errors import CopyEngineError, HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem import board, sharing
 from sglang_dsv4.pools.copy_service import ServerContext
@@ -33,7 +35,8 @@ class OneRank:
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool)
         context = ServerContext(
-            place=place(rank),
+            agreed_size=lambda size: size.agreed(gathered(size, 2, torch.distributed.group.WORLD)),
+            ranks=2,
             world=sharing.World(exchange, rank, "all"),
         )
         self.host = self.pool.attach_host(Settings(host_gb=ROOM, verify=verify, sessions=None), context)

@@ -15,8 +15,9 @@ import oracle
 import pytest
 import torch
 from memory_store import MemoryClient, MemoryStore
-from processes import exchange, on_ranks, place
+from processes import exchange, on_ranks
 
+from sglang_dsv4.engine.ranks import gathered
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import sharing
 from sglang_dsv4.hostmem.board import Board
@@ -46,10 +47,9 @@ class Life:
         context = ServerContext(weight_version=lambda: self.weights)
         if ranks > 1:
             context = ServerContext(
-                place=place(rank, ranks),
-                world=sharing.World(exchange, rank, "all"),
-                weight_version=lambda: self.weights,
-            )
+                agreed_size=lambda size: size.agreed(gathered(size, ranks, torch.distributed.group.WORLD)),
+                ranks=ranks, world=sharing.World(exchange, rank, "all"), weight_version=lambda: self.weights,
+            )  # fmt: skip
         settings = Settings(host_gb=units * UNIT / 2**30, store=Store("file", "/nowhere"))
         self.host = self.pool.attach_host(settings, context)
         self.memory = self.host.memory

@@ -1,8 +1,7 @@
 """How many rows of retracted HiSparse requests a server keeps: of what its operator gives, or what the RAM allows."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,9 +12,8 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang_dsv4.engine.hisparse import reserve
 from sglang_dsv4.engine.hisparse.reserve import keeps_rows
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.hostmem import machine_lock
-from sglang_dsv4.hostmem.machine_lock import Place, Ram
-from sglang_dsv4.pools.hisparse_host import larger_by
+from sglang_dsv4.hostmem import claims
+from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.settings import Settings
 
 
@@ -35,7 +33,7 @@ def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
 def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are asked before any of them builds its pool."""
 
-    monkeypatch.setattr(reserve, "place", lambda args: Place(tell=lambda mine: [mine, 7, 1000]))
+    monkeypatch.setattr(reserve, "of_every_rank", lambda pages: [pages, 7, 1000])
     world = HiSparseWorld(ranks=object())
     assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
 
@@ -43,53 +41,55 @@ def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     monkeypatch.setenv("DSV4_HOST_GB", "8")
-    monkeypatch.setattr(machine_lock, "free_ram", lambda: 1 << 20)
-    monkeypatch.setattr(reserve, "place", lambda args: Place(tell=lambda mine: said.append(mine) or [mine, 7]))
+    monkeypatch.setattr(claims, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(reserve, "of_every_rank", lambda pages: said.append(pages) or [pages, 7])
     with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
         HiSparseWorld(ranks=object())
-    assert said == [0, 0], "when the machine was locked, and of its pages"
+    assert said == [0]
 
 
-def pages_to_add(world: HiSparseWorld, free: int, ranks: int = 1) -> int:
-    return reserve.reserve_pages(world.pool, world.allocator.size_full, Settings(), Place(ranks), Ram(free))
+def pages_to_add(world: HiSparseWorld, claim: Claim) -> int:
+    return reserve.reserve_pages(world.pool, world.allocator.size_full, Settings(), claim)
 
 
-def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a rank's part of it the coordinator's own pool and what the engine leaves free go first, and a half stays."""
     world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
     unit = world.host.memory.units.nbytes
     ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + unit))
     monkeypatch.setattr(reserve, "ENGINE_LEAVES", leaves)
-    assert pages_to_add(world, ram, ranks) == wanted
-    assert pages_to_add(world, ram - ranks, ranks) == wanted - 1
+    for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
+        monkeypatch.setattr(claims, "free_ram", lambda there=there: there)
+        claim = Claim(ranks, places=(str(tmp_path),))
+        assert pages_to_add(world, claim) == found
+        claim.close()
 
 
-def test_the_host_pool_is_built_while_the_machine_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's own part of it, too: another server that measures meanwhile would count its RAM as free."""
-    seen: list[Any] = []
-
-    @contextlib.contextmanager
-    def noted(place: Place, purpose: str) -> Iterator[Ram]:
-        with machine_lock.machine_locked(place, purpose) as ram:
-            seen.append((purpose, "begins"))
-            yield ram
-            seen.append((purpose, ram.pinned))
-
-    monkeypatch.setattr(reserve, "machine_locked", noted)
-    with mock.patch.object(reserve, "larger_by", side_effect=lambda pages: seen.append("built") or larger_by(pages)):
+def test_servers_that_start_together_do_not_count_the_same_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first has claimed its host pool, the engine's part too, and not pinned it yet."""
+    with mock.patch.object(Claim, "_say_pinned", autospec=True, side_effect=Claim._say_pinned) as pinned:
         world = HiSparseWorld()
-    assert seen == [
-        ("HiSparse", "begins"),
-        "built",
-        ("HiSparse", world.host_pool.num_host_pages * world.kept.page_bytes),
-    ]
+    assert pinned.call_count == 2, "the host pool's, and the arena's"
+    page = world.kept.page_bytes
+    monkeypatch.setattr(reserve, "ENGINE_LEAVES", 0)
+    monkeypatch.setattr(claims, "free_ram", lambda: 100 * page)
+    first, second = (Claim(1, f"server {number}", places=(str(tmp_path),)) for number in range(2))
+    kept = pages_to_add(world, first)
+    assert kept > 0
+    with second.measuring() as free:
+        assert free == (100 - 24 - kept) * page
+    with first.pinning():
+        pass
+    with second.measuring() as free:
+        assert free == 100 * page, "pinned: what is free is free"
 
 
-def test_auto_that_finds_no_ram_for_rows_says_so(caplog: Any) -> None:
+def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
     world = HiSparseWorld()
     assert "no RAM for rows" not in caplog.text
-    assert pages_to_add(world, free=0) == 0
+    monkeypatch.setattr(claims, "free_ram", lambda: 0)
+    assert pages_to_add(world, Claim(1)) == 0
     assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
 
 
