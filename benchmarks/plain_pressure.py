@@ -45,7 +45,6 @@ from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
 
 PACKAGE, STOCK = "with this package", "stock"
 SERVER = ["--max-total-tokens", "65536", "--enable-metrics"]
-HICACHE = "--enable-hierarchical-cache"
 LEAST_RETRACTS = 50  # of each server, or there was no pressure; with --sessions one: the pressure is that of turns
 FASTER = 1.5  # times stock's tokens a second with --sessions
 WARM_UP = -1  # the round before the first one
@@ -270,7 +269,7 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     pairs = zip(of[PACKAGE], of[STOCK], strict=True)
     ratios = [ours["busy_tokens_a_second"] / stocks["busy_tokens_a_second"] for ours, stocks in pairs]
     middle, low, _ = interval([ratios], arguments.seed)
-    least = FASTER if arguments.sessions else MARGIN if HICACHE in arguments.server else 1.0
+    least = FASTER if arguments.sessions else MARGIN if servers.HICACHE in arguments.server else 1.0
     retracts = 1 if arguments.sessions else LEAST_RETRACTS
     ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
     scores = [row for row in rows if row["run"].startswith("score of ")]
@@ -320,8 +319,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--score", type=int, default=60, help="answers of each server to score")
     add_requests(parser)
     arguments = servers.parse(parser, argv)
-    if arguments.sessions and HICACHE in arguments.server:
-        parser.error(f"--sessions: a server with {HICACHE} keeps none")
+    if arguments.sessions and servers.HICACHE in arguments.server:
+        parser.error(f"--sessions: a server with {servers.HICACHE} keeps none")
     arguments.server = [*SERVER, *arguments.server]
     return arguments
 

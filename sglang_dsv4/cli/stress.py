@@ -47,7 +47,6 @@ from sglang_dsv4.settings import read_settings
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
 WENT_ON = 0.5  # of later turns, from a session; the rest found the prefix cache, or have too few tokens to be kept
 CACHED = 0.3  # of the scored prompts' tokens, where they go on from earlier turns
-HICACHE = "--enable-hierarchical-cache"
 NOT_MATCHED = "PointNotMatched"
 SCORED = 100  # requests whose tokens are scored where that means something
 
@@ -221,10 +220,7 @@ def judge_sessions(log: dict[str, Any], arguments: argparse.Namespace) -> list[d
             "points loaded that their request did not find", "<= 0", found.get("fallbacks", {}).get(NOT_MATCHED, 0)
         ),
     ]
-    if later and arguments.kill_store:  # a turn that came while there was no process found nothing
-        answered = found.get("hits", {}).get("store", 0)
-        bounds.append(results.bound("later turns that went on from the store", ">= 1", answered))
-    elif later:
+    if later:
         bounds.append(results.bound("later turns that went on from a session, share", f">= {WENT_ON}", hits / later))
     if arguments.verify:
         not_compared = hits - found.get("verified", 0)
@@ -237,7 +233,7 @@ def judge_cache(run: Run, arguments: argparse.Namespace) -> list[dict[str, Any]]
     _, answers = run.last_turns(arguments.score)
     share = sum(answer.cached for answer in answers) / max(1, sum(answer.prompt for answer in answers))
     bounds = [results.bound("tokens of the scored prompts that were cached, share", f">= {CACHED}", share)]
-    if HICACHE in arguments.server:
+    if servers.HICACHE in arguments.server:
         brought = sum(answer.on_host for answer in run.answers)
         bounds.append(results.bound("tokens of prompts that HiCache brought from the host", ">= 1", brought))
     return bounds

@@ -34,6 +34,7 @@ from sglang_dsv4.command_line import CommandError, folder
 GIVEN_BASE, USUAL_BASE, PORTS_FREE = os.environ.get("SERVERS_PORT", "30000"), 30000, range(23000, 65001)
 BASE = int(GIVEN_BASE) if GIVEN_BASE.isdecimal() and int(GIVEN_BASE) in PORTS_FREE else USUAL_BASE
 PATIENCE = 420  # seconds for servers to come up
+HICACHE = "--enable-hierarchical-cache"
 BOOTSTRAP_PORT = BASE - USUAL_BASE + 8998
 FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
 PORTS = {"plain": BASE, "decode": BASE + 10, "prefill": BASE + 20}

@@ -328,7 +328,7 @@ _CLASSES: dict[str, type[Backend]] = {"file": FileBackend, "mooncake": MooncakeB
 
 
 def import_engine(name: str) -> None:
-    """Imports what the engine's backend ``name`` needs. It takes seconds, with models 14 s on a busy server.
+    """Imports what the engine's backend ``name`` needs, which takes seconds.
 
     Files need nothing of models and tokenizers, which the engine's own ``__init__`` imports: it is left out, in this
     process for good.

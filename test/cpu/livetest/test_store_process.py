@@ -75,18 +75,3 @@ def test_a_store_is_killed_where_there_is_one(monkeypatch, capsys, store, words,
         with pytest.raises(SystemExit):
             stress.parse(command)
         assert "DSV4_STORE" in capsys.readouterr().err
-
-
-def test_turns_beside_a_store_that_is_killed_need_it_once(monkeypatch):
-    """A share is asked of a store that lives."""
-    monkeypatch.setenv("DSV4_STORE", "/s")
-    monkeypatch.setenv("DSV4_SESSIONS", "auto")
-    command = ["--model-path", "m", "--plain", "--turns", "3", "--requests", "10"]
-    counts = {"points_before": 1, "hits": {"window": 1, "store": 2}, "verified": 3}
-    for words, hits, missed in (
-        ([], counts, ["later turns that went on from a session, share"]),
-        (["--kill-store", "5"], counts, []),
-        (["--kill-store", "5"], counts | {"hits": {"window": 3}}, ["later turns that went on from the store"]),
-    ):
-        bounds = stress.judge_sessions({"sessions": hits}, stress.parse([*command, *words]))
-        assert [bound["name"] for bound in bounds if not bound["ok"]] == missed

@@ -235,7 +235,7 @@ CACHED, BROUGHT = (
 
 
 def finds(share: float = 0.5, on_host: int = 3) -> property:
-    """What chunks of a server tell that has this share of each prompt in its cache."""
+    """Makes what chunks tell of a server that has this share of each prompt in its cache."""
     details = {"device": 5, "host": on_host}
     return property(
         lambda self: {"cached_tokens": share * len(self.given["input_ids"]), "cached_tokens_details": details}
@@ -433,9 +433,9 @@ ROWS = {
 SCORE = "mean log probability of a token, after retracts"
 MADE = "eager steps, or ranks' graphs, whose metadata is made here"
 FELL_BACK = "retracts without a copy because of HostMemoryExhausted"
-STORED, KILLED = "later turns that went on from the store", "store processes killed"
+KILLED = "store processes killed"
 # A played server prepares nothing, has room, and no store process.
-MISSED = {"graph-stress": [MADE], "small-arena-stress": [FELL_BACK], "store-stress": [STORED, KILLED]}
+MISSED = {"graph-stress": [MADE], "small-arena-stress": [FELL_BACK], "store-stress": [KILLED]}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -518,7 +518,7 @@ GOOD = {
 def judged(change: dict, **options: object) -> list[str]:
     """Bounds that a run with ``change`` misses."""
     asked = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
-    asked |= {"kill_store": None, "verify": 1, "stock": False, "plain": False, "sessions": False, **options}
+    asked |= {"verify": 1, "stock": False, "plain": False, "sessions": False, **options}
     log = {name: value for name, value in (GOOD | change).items() if value is not None}  # what the metrics did not tell
     found = SimpleNamespace(log=log, run=SimpleNamespace(summary=lambda: log), alive=log["alive"])
     return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**asked)) if not bound["ok"]]
