@@ -227,7 +227,7 @@ def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launc
 
 
 TURNS = ["--model-path", "m", "--plain", "--turns", "3", "--interval", "3", "--at-least", "17"]
-HICACHE = ["--", stress.HICACHE]
+HICACHE = ["--", stress.servers.HICACHE]
 CACHED, BROUGHT = (
     "tokens of the scored prompts that were cached, share",
     "tokens of prompts that HiCache brought from the host",
