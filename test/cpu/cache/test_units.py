@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_families import geometries
 
@@ -14,13 +14,14 @@ EVERY = range(128)  # what is left of any block: the longest has 128 tokens
 
 
 def tail_bytes(g: Geometry, tokens: int) -> int:
-    """Bytes of the live rows, each family padded to 256 but for the last."""
+    """Bytes of the live rows: each layer padded to 128, each family to 256 but for the last."""
     at = 0
     for family in families(g):
         if family.period is not None:
             open_tokens = tokens % family.period
             rows = min(tokens, family.lag + open_tokens)
-            at = -(-at // 256) * 256 + rows * family.row_bytes * len(family.layers)
+            layer = -(-rows * family.row_bytes // 128) * 128
+            at = -(-at // 256) * 256 + layer * len(family.layers)
     return at
 
 
@@ -36,6 +37,7 @@ def unit_bytes(g: Geometry) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(g=geometries(), tokens=st.one_of(st.integers(0, 1_200), st.integers(0, 2**20)))
+@example(g=Geometry((0,) * 8 + (128,), page_size=128, state_bytes={128: 2}), tokens=60)  # pads of layers fill a unit
 def test_units_of_any_length(g, tokens):
     units, nbytes = Units.of(g), unit_bytes(g)
     assert (units.nbytes, units.page_size) == (nbytes, g.page_size)
