@@ -7,7 +7,7 @@ borrow, keep and give back the same units in the same pass, and admit the same r
     ask     a prompt -> found: units are borrowed for it -> loaded: they are a point of the sessions
             late: its request waits no longer; what comes then serves the next turn
 
-Nothing here waits for the store.
+Nothing here waits for the store, but for a glance while the device has enough to do.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ class Tier:
         self._open: dict[int, Write | Ask] = {}
         self._numbers = 0
         self._asked: dict[int, int] = {}  # tickets of the client -> numbers
+        self._questions: set[int] = set()  # those of them that were not answered yet; the last one was sent at
+        self._asked_at = 0.0
         self._to_send: deque[int] = deque()  # writes whose units are not filled yet
         self._to_ask: deque[int] = deque()  # asks that the client did not take
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
@@ -167,10 +169,15 @@ class Tier:
 
     # ------------------------------------------------------------------------------------------------------- a pass
 
-    def end_pass(self) -> None:
-        """Takes what happened, and sends what may be sent; once a pass, on every rank."""
+    def end_pass(self, spare: float = 0.0) -> None:
+        """Takes what happened, and sends what may be sent; once a pass, on every rank.
+
+        spare: seconds since the last question in which its answer may be waited for.
+        """
         if self._client is not None:
             self._look(self._client)
+            while self._questions and time.monotonic() < self._asked_at + spare:
+                self._look(self._client)
         for told in self._hear():
             self._take(told)
         if not self.is_on:
@@ -200,6 +207,7 @@ class Tier:
             if number is None:
                 continue
             one = self._open[number]
+            self._questions.discard(event.ticket)
             if event.name == "copied":
                 if isinstance(one, Write) and event.value == len(one.pieces):
                     self._to_tell.append(Told(number, What.COPIED))
@@ -373,6 +381,8 @@ class Tier:
         ask.ticket = client.ask(question, ask.tokens)
         if ask.ticket is not None:
             self._asked[ask.ticket] = number
+            self._questions.add(ask.ticket)
+            self._asked_at = time.monotonic()
         return ask.ticket is not None
 
     def _ask_again(self, client: StoreClient, now: float) -> None:

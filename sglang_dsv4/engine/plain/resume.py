@@ -25,7 +25,7 @@ from sglang_dsv4.engine.hisparse import rows
 from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.engine.plain.publish import keep_from_tree
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of, sweep
-from sglang_dsv4.engine.plain.store import kept_back
+from sglang_dsv4.engine.plain.store import glance, kept_back
 from sglang_dsv4.engine.releases import engine_release
 
 Original = Callable[..., Any]
@@ -78,7 +78,7 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     if plain.sessions is not None:
         plain.sessions.end_pass(launched=scheduler.last_batch is not None)
         if plain.tier is not None:
-            plain.tier.end_pass()
+            plain.tier.end_pass(glance(scheduler.last_batch))
         if plain.to_prefetch:
             sessions.prefetch(plain, plain.sessions, scheduler)
     if plain.tier is not None:

@@ -15,6 +15,8 @@ from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
+GLANCE = 0.004  # seconds; most answers take 2 ms
+
 
 def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
     """Asks the store for a prompt that just came, unless enough of it is here.
@@ -45,6 +47,15 @@ def _may_ask(scheduler: Any, req: Any) -> bool:
     bootstrap = getattr(scheduler.disagg_prefill_bootstrap_queue, "queue", ())
     queued = any(one is req for one in (*scheduler.waiting_queue[-1:], *bootstrap[-1:]))
     return queued and len(req.origin_input_ids) >= FEWEST_TOKENS and may_share(req)
+
+
+def glance(in_flight: Any) -> float:
+    """Returns how many seconds behind a question its answer may be waited for: none without a long prefill in flight.
+
+    Else the answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill.
+    """
+    prefills = in_flight is not None and in_flight.forward_mode.is_extend()
+    return GLANCE if prefills and (in_flight.extend_num_tokens or 0) >= FEWEST_TOKENS else 0.0
 
 
 @contextmanager

@@ -6,11 +6,13 @@ The engine's own scheduler loop and prefix tree; the stand-in for a forward judg
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from memory_store import MemoryClient, MemoryStore
 
 from sglang_dsv4.engine import store_start
+from sglang_dsv4.engine.plain import store as plain_store
 from sglang_dsv4.engine.plain.store import ask, kept_back
 from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.store.tier import Patience
@@ -171,6 +173,48 @@ def test_a_request_that_comes_in_the_midst_of_a_pass_is_kept_back_from_it(monkey
     assert request_state(req).ask is before and len(plain.asking) == 1, "it is asked once"
     world.run()
     assert req.cached_tokens == whole(said[0])
+
+
+@pytest.mark.parametrize(("in_flight", "joins"), [(1500, True), (300, False)])
+def test_an_answer_is_waited_for_while_a_long_prefill_keeps_the_device_busy(monkeypatch, in_flight, joins):
+    """Else a new prompt waits for all of that prefill, though the store has nothing for it."""
+    monkeypatch.setattr(plain_store, "GLANCE", 60.0)
+    world, _, tier = start(monkeypatch, MemoryStore())
+    rng, left, poll = random.Random(10), [0], tier._client.poll
+
+    def slow():
+        left[0] -= 1
+        return () if left[0] >= 0 else poll()
+
+    monkeypatch.setattr(tier._client, "poll", slow)
+    first = world.submit(tokens(rng, in_flight), max_new=20)
+    while not world.running:
+        world.step()
+    second = world.submit(tokens(rng, 1200), max_new=4)
+    left[0] = 3
+    world.step()
+    assert (second in world.running) is joins and (second in world.waiting) is not joins
+    world.run()
+    assert first.finished() and second.finished() and tier.counters.asks["miss"] == 1 + joins
+
+
+def test_a_store_that_hangs_holds_up_a_prefill_once_a_question(monkeypatch):
+    monkeypatch.setattr(plain_store, "GLANCE", 0.2)
+    world, _, tier = start(monkeypatch, MemoryStore())
+    rng = random.Random(12)
+    world.submit(tokens(rng, 4000), max_new=4)
+    while not world.running:
+        world.step()
+    tier._client.hangs = True
+    world.submit(tokens(rng, 1200), max_new=4)
+    looks = []
+    monkeypatch.setattr(tier._client, "poll", lambda: looks.append(time.monotonic()) or ())
+    world.step()
+    asked, first = tier._asked_at, len(looks)
+    assert first > 1 and asked + 0.1 < looks[-1] < asked + 0.3
+    time.sleep(max(0.0, asked + 0.2 - time.monotonic()))
+    world.step()
+    assert len(looks) == first + 1
 
 
 def test_a_rejected_request_is_not_asked(monkeypatch):
