@@ -36,7 +36,7 @@ from benchmarks.plain_pressure import PACKAGE, PAGE, STOCK, package_and_stock
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, number
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import FOLLOW_UP, Answer, Load, Run, check_lengths
+from sglang_dsv4.livetest.load import FOLLOW_UP, Answer, Load, Run, check_lengths, warm_up
 from sglang_dsv4.livetest.retract_stats import counted_at, read_log
 from sglang_dsv4.livetest.runs import SETTLES
 
@@ -252,6 +252,7 @@ def measure(both: dict[str, servers.Server], arguments: argparse.Namespace) -> l
     rows = []
     for name, server in both.items():  # not looked at: some shapes of later prompts compile here
         with server.awake():
+            warm_up([server.url], arguments.vocabulary, arguments.timeout)
             Play(SCENES[0], name, server, arguments).run()
     for place, scene in enumerate(SCENES):
         for name in sorted(both, reverse=bool(place % 2)):

@@ -5,12 +5,13 @@
 Two pairs of a prefill and a decode server over NIXL, all on one GPU, or each pair's servers on those of --devices. Both
 prefill servers keep sessions. Each round has new agents with a context of --tokens, a first turn and --turns later
 ones, on one pair and then on the other, which is suspended meanwhile; rounds change which is first. A next turn is sent
-when the store has the answers. Rounds before the first one have short contexts, and later turns that prefill as much:
-its kernels compile for 20 s a shape. They are not counted.
+when the store has the answers. A round before the first one has short contexts, and later turns that prefill as much:
+kernels of their shapes compile there. It is not counted.
 
 Told are the tokens that the prefill server computes for a later turn by the words that are new in it, its first token,
-and the gaps between the tokens of all answers. The rest of the page in which an answer ends is always computed: 128
-tokens on average. Arguments after -- go to all servers. Exit status 1 when a bound is missed.
+and the gaps between the tokens of all answers. The rest of the page in which an answer ends is always computed, half a
+page on average: each agent's context begins at another place of one. Arguments after -- go to all servers. Exit status
+1 when a bound is missed.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from sglang_dsv4.livetest.retract_stats import percentile, read_log
 from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 WITHOUT = "without"
-WARM_UPS = (1, 2)  # agents, before all of them
 PREFILLED, SLOWER = 1.15, 1.02  # tokens by new words; a gap by that without
 
 Row = dict[str, Any]
@@ -69,6 +69,7 @@ class PairAgents(Agents):
 
     def __init__(self, pair: Pair, round_: int, arguments: argparse.Namespace) -> None:
         super().__init__(arguments.agents, arguments.tokens, round_, arguments)
+        self.said = [said[agent * PAGE // len(self.said) :] for agent, said in enumerate(self.said)]
         self._pair = pair
 
     def run(self, load: Load, url: str, label: str) -> Turn:
@@ -126,15 +127,14 @@ def part(pair: Pair, round_: int, arguments: argparse.Namespace) -> Row:
 def measure(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Row]:
     """Returns a row for each pair and round, and one for all of a pair's."""
     for pair in pairs:
-        for agents in sorted({*WARM_UPS, arguments.agents}) if pair.objects else [arguments.agents]:
-            part(pair, -agents, short(arguments, agents, pair.objects is not None))
+        part(pair, -1, short(arguments, pair.objects is not None))
     rows = list[Row]()
     for round_ in range(arguments.rounds):
         rows += [part(pair, round_, arguments) for pair in pairs[:: -1 if round_ % 2 else 1]]
     return [*rows, *(together(name, [row for row in rows if row["run"] == name]) for name in (OURS, WITHOUT))]
 
 
-def short(arguments: argparse.Namespace, agents: int, stored: bool) -> argparse.Namespace:
+def short(arguments: argparse.Namespace, stored: bool) -> argparse.Namespace:
     """Returns the arguments of a warm-up, whose later turns prefill as many tokens behind a short context.
 
     stored: the answer comes back; a short one does, too, that ends as far behind a page.
@@ -143,7 +143,7 @@ def short(arguments: argparse.Namespace, agents: int, stored: bool) -> argparse.
     if stored:
         answer = min(answer, FEWEST_TOKENS + answer % PAGE)
     context = min(arguments.tokens, WARM_UP_CONTEXT + arguments.tokens % PAGE)
-    changed = {"agents": agents, "tokens": context, "turn": new + answer, "answer": answer, "turns": 1}
+    changed = {"tokens": context, "turn": new + answer, "answer": answer, "turns": 1}
     return argparse.Namespace(**vars(arguments) | changed)
 
 

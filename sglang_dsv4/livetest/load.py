@@ -21,8 +21,10 @@ from sglang_dsv4.livetest.retract_stats import percentile
 
 VOCABULARY = number(int, 11)  # the type of an argument: token ids begin at 10
 STALLED = 30  # seconds in which a server that lives says something
-# Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
-SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
+# Lengths of prompts: a restored request's one token and a few, then one in each of 21 ranges of lengths. The engine has
+# a kernel before each layer for each, and compiles it for 25 s with dummy weights, or loads it, at the first prompt.
+SHAPES = (1, 2, 5, 16, 50, 130, 200, 260, 330, 390, 450, 520, 580, 650, 710, 770, 840, 900, 1030, 1200, 1500, 1700,
+          2200, 3000, 4300)  # fmt: skip
 FOLLOW_UP = (20, 60)  # tokens that a turn puts behind the answer before it
 ASKS_CHOICES = {"return_routed_experts": True}  # in the body of a request
 OUTCOMES = (

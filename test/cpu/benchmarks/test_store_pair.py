@@ -107,10 +107,11 @@ def test_a_bad_figure_misses_its_bound(run, ours, bound):
 def test_a_warm_up_prefills_as_much_in_a_later_turn(more):
     """Both answers are stored up to as many tokens before the later prompt, which are worth an ask."""
     arguments = store_pair.parse(["--config", str(CONFIG), *more])
-    short, page = store_pair.short(arguments, 2, True), store_pair.PAGE
+    short, page = store_pair.short(arguments, True), store_pair.PAGE
     prompts = [(said.tokens + said.turn, (said.tokens + said.answer) // page * page) for said in (arguments, short)]
     assert prompts[0][0] - prompts[0][1] == prompts[1][0] - prompts[1][1]
     assert prompts[1][1] - short.tokens // page * page >= FEWEST_TOKENS
-    assert short.agents == 2 and (more or short.tokens + short.answer < arguments.tokens / 3)
-    alone = store_pair.short(arguments, 4, False)
+    assert more or short.tokens + short.answer < arguments.tokens / 3
+    assert short.agents == arguments.agents
+    alone = store_pair.short(arguments, False)
     assert (alone.turn, alone.answer) == (arguments.turn, arguments.answer)
