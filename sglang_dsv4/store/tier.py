@@ -358,15 +358,23 @@ class Tier:
 
     # --------------------------------------------------------------------------------------------------------- asks
 
+    def spared(self, limit: int, have: int) -> int:
+        """Returns how many tokens behind the ``have`` that are here a point among the first ``limit`` could spare.
+
+        0: too few for a question, or the tier is off.
+        """
+        tokens = (max(0, limit - self._trie.ahead) // self._page - have // self._page) * self._page
+        return tokens if self.is_on and tokens >= FEWEST_TOKENS else 0
+
     def ask(self, namespace: Hashable, tokens: Any, limit: int, have: int) -> Ask | None:
         """Asks for a point among the first ``limit`` of ``tokens``; every rank asks alike.
 
         have: tokens that are here. None: it could spare too few, or the tier is off.
         """
-        count, have = max(0, limit - self._trie.ahead) // self._page, have // self._page
-        spared = (count - have) * self._page
-        if not self.is_on or spared < FEWEST_TOKENS:
+        spared, have = self.spared(limit, have), have // self._page
+        if not spared:
             return None
+        count = have + spared // self._page
         now, own = time.monotonic(), array("q", tokens[: count * self._page + self._trie.ahead])
         ask = Ask(namespace, own, have, count, now, now + self._patience.seconds(spared))
         number = self._number(ask)

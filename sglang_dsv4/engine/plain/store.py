@@ -27,11 +27,13 @@ def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
     if tier is None or sessions is None or not _may_ask(scheduler, req) or not tier.is_on:
         return
     tree, tokens = scheduler.tree_cache, req.origin_input_ids
-    engine_release().match(tree, req)
     limit = engine_release().match_limit(tree, req, len(tokens))
-    found = state.point = sessions.lookup.longest(namespace(req), tokens, limit, req.last_node)
-    have = max(int(req.prefix_len), 0 if found.point is None else found.point.tokens)
-    state.ask = tier.ask(namespace(req), tokens, limit, have)
+    found = state.point = sessions.lookup.longest(namespace(req), tokens, limit)
+    have = 0 if found.point is None else found.point.tokens
+    if not tier.spared(limit, have):
+        return  # before the engine's match, which takes some times as long
+    engine_release().match(tree, req)
+    state.ask = tier.ask(namespace(req), tokens, limit, max(have, int(req.prefix_len)))
     if state.ask is None:
         return
     plain.asking.append((req, state.ask))

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from memory_store import MemoryClient, MemoryStore
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_dsv4.engine import store_start
 from sglang_dsv4.engine.plain import store as plain_store
@@ -215,6 +216,25 @@ def test_a_store_that_hangs_holds_up_a_prefill_once_a_question(monkeypatch):
     time.sleep(max(0.0, asked + 0.2 - time.monotonic()))
     world.step()
     assert len(looks) == first + 1
+
+
+def test_a_turn_of_few_new_words_is_not_matched_twice(monkeypatch):
+    """The engine's match of a long prompt takes the scheduler longer than all of a question."""
+    objects, rng = MemoryStore(), random.Random(13)
+    world, sessions, tier = start(monkeypatch, objects)
+    said, (other,) = converse(world, rng, 2), converse(world, rng, 1)
+    sessions.clear("flush")  # the device alone has it: what the store has need not be read
+    matches, match = [], Req.init_next_round_input
+    for words in said:
+        world.submit(words, max_new=2)
+        world.run()
+    monkeypatch.setattr(Req, "init_next_round_input", lambda *a, **k: matches.append(1) or match(*a, **k))
+    for words, more, matched in ((said[0], 300, 0), (said[1], 1300, 1), (other, 20, 1)):
+        asked = tier._numbers
+        world.submit([*words, *tokens(rng, more)], max_new=2)
+        assert (len(matches), tier._numbers - asked) == (matched, int(more > 1024))
+        world.run()
+        matches.clear()
 
 
 def test_a_rejected_request_is_not_asked(monkeypatch):
