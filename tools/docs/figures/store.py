@@ -72,7 +72,7 @@ def damage() -> str:
 
 
 def writes() -> str:
-    """Returns the cost of writes for those that decode."""
+    """Returns the cost of writes for those that decode, and of questions that find nothing."""
     result = read("store-busy")
     if result is None:
         return ""
@@ -80,7 +80,15 @@ def writes() -> str:
     step, speed = (
         next(value for name, value in values.items() if name.startswith(word)) for word in ("step of", "written")
     )
-    return (
+    said = (
         f"Decode steps [beside writes](results/store-busy.json) of {speed:.1f} GB/s, {cards(result)}: "
         f"p99 is {step:.3f} of that without a store."
+    )
+    idle = read("store-idle")
+    if idle is None:
+        return said
+    turns = next(bound["value"] for bound in idle["bounds"] if bound["name"].endswith("median turn"))
+    return (
+        f"{said}\n\nLater turns of a small model [whose cache is all on the device](results/store-idle.json): {turns:.2f} as "
+        "many a second as without. Each asks the store for its new words, and nothing is found."
     )
