@@ -117,13 +117,13 @@ class RequestState:
     draft_state: Any = None  # inputs of its next drafts, on their way to the host
     counted: Counted | None = None  # for its penalties
     restored: int | None = None  # tokens with which it came back on a plain server, while it publishes nothing
-    point: Any = None  # its last look-up in the sessions
+    found: Any = None  # its last look-up in the sessions
     hints: Any = None  # about its session
     ask: Any = None  # its question to the store
     chunks: list[int] = field(default_factory=list)  # where the chunks of its prefill began
     partial: Any = None  # the point without a window up to which its pages are kept
     too_long: bool = False  # its prompt found no room, so nothing of it is kept before its end
-    kept: Any = None  # its last point that it left in the sessions, or on a decode server
+    point: Any = None  # the last one that it left in the sessions, or on a decode server
     placed: int | None = None  # tokens for which a decode server last gave it a row
     behind: Any = None  # the namespace of its points on a decode server
     from_store: bool = False  # what sessions brought back of its prefix came from a store

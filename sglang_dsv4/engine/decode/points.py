@@ -64,8 +64,8 @@ class DecodePoints:
         first = self._first(req)
         if end < max(state.placed, FEWEST_TOKENS) or end <= first:
             return
-        before = state.kept if state.kept is not None and self.sessions.stands(state.kept) else None
-        if (before is not None and before.tokens >= end - first) or (state.kept is not before and not ends):
+        before = state.point if state.point is not None and self.sessions.stands(state.point) else None
+        if (before is not None and before.tokens >= end - first) or (state.point is not before and not ends):
             return
         if engine_release().cursor(req) > window_start(self.host.buffers.geometry, end):
             return
@@ -78,7 +78,7 @@ class DecodePoints:
         )
         self.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
         if point is not None:
-            state.kept = point
+            state.point = point
             if before is not None and point is not before:
                 self.let_go(before)
 
@@ -89,20 +89,20 @@ class DecodePoints:
         if req.finished() and not isinstance(req.finished_reason, FINISH_ABORT):
             computed = min(req.seqlen - 1, int(req.owned_kv_len()))
             self.keep(req, table, self.sessions.last_end(computed), ends=True)
-            kept = request_state(req).kept
-            if self.tier is not None and kept is not None and self._first(req) + kept.tokens <= computed:
+            point = request_state(req).point
+            if self.tier is not None and point is not None and self._first(req) + point.tokens <= computed:
                 self._to_hash.pop(request_state(req).behind, None)  # its write hashes what is missing
-                self.tier.write(kept)
+                self.tier.write(point)
                 return
         self.leave(req)
 
     def leave(self, req: Any) -> None:
         """Lets the point of ``req`` go: nothing of it is written."""
         state = request_state(req)
-        if state.kept is not None:
-            self.let_go(state.kept)
+        if state.point is not None:
+            self.let_go(state.point)
         self._to_hash.pop(state.behind, None)
-        state.kept = state.behind = None
+        state.point = state.behind = None
 
     def let_go(self, point: Point) -> None:
         """Lets ``point`` go: a later one is kept, its units were lent to its write, or nothing of it is written."""

@@ -106,8 +106,8 @@ def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -
 
 def _last(store: SessionStore, req: Any) -> Point | None:
     """Returns the last point of ``req`` that is still here: its own, or the one that it was looked up at."""
-    found = request_state(req).point
-    points = (request_state(req).kept, request_state(req).partial, found and found.point)
+    found = request_state(req).found
+    points = (request_state(req).point, request_state(req).partial, found and found.point)
     here = (point for point in points if point is not None and store.stands(point))
     return max(here, key=lambda point: point.tokens, default=None)
 
@@ -130,9 +130,9 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
 
 def write_final(plain: PlainServing, req: Any) -> None:
     """Has the last point of ``req``, which ends or shares it already, written to the store."""
-    kept = request_state(req).kept
-    if plain.tier is not None and kept is not None:
-        plain.tier.write(kept)
+    point = request_state(req).point
+    if plain.tier is not None and point is not None:
+        plain.tier.write(point)
 
 
 def _needs_a_save(store: SessionStore, req: Any, end: int) -> bool:
@@ -144,16 +144,16 @@ def _needs_a_save(store: SessionStore, req: Any, end: int) -> bool:
 
 def tell_node(store: SessionStore, req: Any) -> None:
     """Tells ``store`` where ``req`` ends in the tree: its next turn is looked up from there on."""
-    if request_state(req).kept is not None:
-        store.lookup.remember_node(request_state(req).kept, req.last_node, int(req.kv.cache_protected_len))
+    if request_state(req).point is not None:
+        store.lookup.remember_node(request_state(req).point, req.last_node, int(req.kv.cache_protected_len))
 
 
 def _keep_own(plain: PlainServing, store: SessionStore, req: Any, tree: Any, computed: int) -> None:
     """Keeps the last page end of the first ``computed`` tokens; an earlier one of ``req`` is wanted less then."""
-    before, point = request_state(req).kept, _keep(plain, store, req, tree, store.last_end(computed))
+    before, point = request_state(req).point, _keep(plain, store, req, tree, store.last_end(computed))
     if before is not None and point not in (None, before):
         store.supersede(before)
-    request_state(req).kept = point or before
+    request_state(req).point = point or before
 
 
 def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int, window: bool = True) -> Point | None:
@@ -263,10 +263,10 @@ def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: C
 
 def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     """Returns the last point of ``req``; it is looked up again only where there may be another."""
-    known, tokens = request_state(req).point, req.full_untruncated_fill_ids
+    known, tokens = request_state(req).found, req.full_untruncated_fill_ids
     limit = engine_release().match_limit(tree, req, len(tokens))
     if known is None or not store.lookup.is_current(namespace(req), known, limit):
-        known = request_state(req).point = store.lookup.longest(namespace(req), tokens, limit, req.last_node, known)
+        known = request_state(req).found = store.lookup.longest(namespace(req), tokens, limit, req.last_node, known)
         if known.point is not None:
             store.lookup.remember_node(known.point, req.last_node, int(req.prefix_len))
     return known.point
@@ -342,5 +342,5 @@ class _Loading:
 
     def _give_up(self, reason: str, message: str) -> None:
         """Leaves the request to the engine, until another point comes; it would be loaded again in each pass."""
-        request_state(self.req).point = request_state(self.req).point._replace(point=None)
+        request_state(self.req).found = request_state(self.req).found._replace(point=None)
         self.plain.left_to_engine(reason, f"request {self.req.rid!r}: {message}")

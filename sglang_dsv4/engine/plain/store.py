@@ -28,7 +28,7 @@ def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
         return
     tree, tokens = scheduler.tree_cache, req.origin_input_ids
     limit = engine_release().match_limit(tree, req, len(tokens))
-    found = state.point = sessions.lookup.longest(namespace(req), tokens, limit)
+    found = state.found = sessions.lookup.longest(namespace(req), tokens, limit)
     have = 0 if found.point is None else found.point.tokens
     if not tier.spared(limit, have):
         return  # before the engine's match, which takes some times as long

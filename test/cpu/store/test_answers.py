@@ -252,7 +252,7 @@ def test_a_point_stays_where_there_is_no_room_for_the_next(objects, monkeypatch)
     monkeypatch.setattr(pair.points.sessions.kept, "find_room", lambda *_, **__: False)
     while req.seqlen < 1700:
         pair.decode.step()
-    assert request_state(req).kept is point and pair.points.sessions.stands(point)
+    assert request_state(req).point is point and pair.points.sessions.stands(point)
     pair.decode.run()
     pair.settle()
     assert pair.next_turns([req]) == [1280]

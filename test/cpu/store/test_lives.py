@@ -295,7 +295,7 @@ def test_nothing_of_an_aborted_request_is_written(monkeypatch):
     world.abort(req)
     world.run()
     settle(tier)
-    assert not objects.objects and request_state(req).kept is not None, "its prompt is kept on the host alone"
+    assert not objects.objects and request_state(req).point is not None, "its prompt is kept on the host alone"
 
 
 def test_retracts_find_as_much_room_beside_a_store(monkeypatch):

@@ -89,6 +89,6 @@ def writes() -> str:
         return said
     turns = next(bound["value"] for bound in idle["bounds"] if bound["name"].endswith("median turn"))
     return (
-        f"{said}\n\nLater turns of a small model [whose cache is all on the device](results/store-idle.json): {turns:.2f} as "
-        "many a second as without. Each asks the store for its new words, and nothing is found."
+        f"{said}\n\nLater turns of a small model [all of whose cache is on the device](results/store-idle.json): "
+        f"{turns:.2f} as many a second as without. Each asks the store for its new words, and nothing is found."
     )

@@ -267,12 +267,12 @@ def test_a_miss_is_looked_up_again_only_when_a_point_of_its_namespace_came() -> 
     waits = world.submit(range(5000, 10_000), max_new=3)
     waits.init_next_round_input(world.tree)
     sessions._longest(store, waits, world.tree)
-    found = request_state(waits).point
+    found = request_state(waits).found
     assert found.point is None
     store.kept.let_go(next(iter(store.order)), "room")
     world.submit(range(20_000, 21_300), max_new=3, extra_key="other")
     sessions._longest(store, waits, world.tree)
-    assert request_state(waits).point is found, "a point went, and one came elsewhere"
+    assert request_state(waits).found is found, "a point went, and one came elsewhere"
 
 
 def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
@@ -289,9 +289,9 @@ def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
     world.run()
     cut, keys = [], store.trie.keys
     store.trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
-    assert not store.lookup.is_current(sessions.namespace(waits), request_state(waits).point, 0)
+    assert not store.lookup.is_current(sessions.namespace(waits), request_state(waits).found, 0)
     assert sessions._longest(store, waits, world.tree).tokens == 5888 and len(cut) <= 1
-    found = request_state(waits).point
+    found = request_state(waits).found
     assert store.lookup.is_current(sessions.namespace(waits), found, found.limit)
     assert not store.lookup.is_current(sessions.namespace(waits), found, found.limit + 1), "its prompt grew"
 
