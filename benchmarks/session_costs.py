@@ -247,9 +247,9 @@ class Together(Scene):
     compared = (("longest gap of another request, ms longer", "<= 20", longer("max_ms")),)
 
     def words(self) -> list[str]:
-        """Makes room for them, and for the one that goes on."""
+        """Makes room for them, and for the one that goes on; with fewer windows some are retracted, and end later."""
         most = max(self.sizes) + 1
-        return [*room(most, most * (SHORT + NEW + 2 * PAGE) + LASTS), "--swa-full-tokens-ratio", "0.3"]
+        return [*room(most, most * (SHORT + NEW + 2 * PAGE) + LASTS), "--swa-full-tokens-ratio", "0.5"]
 
     def run(self, url: str, size: int, seed: str, counts: bool) -> Measured:
         """Sends all in one request. Prefills come before decodes, so that they decode in step."""

@@ -134,7 +134,7 @@ SPEED = ("tokens a second", "the same", "latency", "longest", "gap, median", "a 
             (),
             "--stream-interval",
         ),
-        ("together", ["--running", "8"], (8,), (), "0.3"),
+        ("together", ["--running", "8"], (8,), (), "0.5"),
         ("queue", ["--waiting", "20", "30"], (20, 30), (costs.QUEUED,), "4"),
         ("long", [], (LONG,), (), "--prefill-decode-interval"),
         ("waiting", [], (LONG,), (LONG,), "lof"),
