@@ -1,4 +1,4 @@
-"""Gives a store's process its work and takes the answers: the scheduler's side, which never waits.
+"""Gives a store's process its work and takes the answers: the scheduler's side, which blocks in no call.
 
     DOWN -> STARTING -> UP -> DYING -> DOWN      again after 0, 1, 2, 4 ... 300 s, until an answer is good
     any  -> OFF                                  by ``close``

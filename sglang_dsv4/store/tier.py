@@ -36,6 +36,7 @@ SLICE = 64  # units of a write: what a long session needs at once
 MOST_BORROWED = 192  # units that writes may hold
 MOST_FINAL = 1024  # points that wait to be written; beyond, new ones are not
 REFRESH = 512  # points after which all is offered anew: a store may have lost it, or thinks that nobody uses it
+PAUSE = 5e-5  # seconds between two looks for an answer: other threads of this process go on
 QUIET = 10.0  # seconds between two warnings of a store that fails
 _KEPT: list[HostCopy] = []  # of processes that could not be reaped: they may write to them for ever
 STORED = (Code.OK, Code.KNOWN)
@@ -86,7 +87,8 @@ class Ask:
     """Holds the question of one prompt. waits: its request is not admitted meanwhile.
 
     have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. copy: is being
-    filled. ticket: of the client. limit: when it is late, on this rank's clock.
+    filled. ticket: of the client; answered: by it, at least whether there is a point. limit: when it is late, on this
+    rank's clock.
     """
 
     namespace: Hashable
@@ -100,6 +102,7 @@ class Ask:
     end: int = 0
     copy: HostCopy | None = None
     ticket: int | None = None
+    answered: bool = False
 
     def covers(self, other: Ask, page: int) -> bool:
         """Returns whether the copy here is of all pages that ``other`` found."""
@@ -139,8 +142,7 @@ class Tier:
         self._open: dict[int, Write | Ask] = {}
         self._numbers = 0
         self._asked: dict[int, int] = {}  # tickets of the client -> numbers
-        self._questions: set[int] = set()  # those of them that were not answered yet; the last one was sent at
-        self._asked_at = 0.0
+        self._asked_at = 0.0  # when the last question was sent
         self._to_send: deque[int] = deque()  # writes whose units are not filled yet
         self._to_ask: deque[int] = deque()  # asks that the client did not take
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
@@ -172,11 +174,13 @@ class Tier:
     def end_pass(self, spare: float = 0.0) -> None:
         """Takes what happened, and sends what may be sent; once a pass, on every rank.
 
-        spare: seconds since the last question in which its answer may be waited for.
+        spare: seconds since the last question in which answers may be waited for.
         """
         if self._client is not None:
             self._look(self._client)
-            while self._questions and time.monotonic() < self._asked_at + spare:
+            until = self._asked_at + spare  # questions that are sent meanwhile make it no longer
+            while time.monotonic() < until and self._is_awaited():
+                time.sleep(PAUSE)
                 self._look(self._client)
         for told in self._hear():
             self._take(told)
@@ -207,11 +211,12 @@ class Tier:
             if number is None:
                 continue
             one = self._open[number]
-            self._questions.discard(event.ticket)
             if event.name == "copied":
                 if isinstance(one, Write) and event.value == len(one.pieces):
                     self._to_tell.append(Told(number, What.COPIED))
                 continue
+            if isinstance(one, Ask):
+                one.answered = True
             self._to_tell.append(self._answer(number, one, event))
             if event.name != "found" or not event.value:
                 del self._asked[event.ticket]
@@ -228,6 +233,11 @@ class Tier:
             logger.warning("store: %s", client.last_error)
         self.counters.set("is_open", int(client.breaker_open))
         self.counters.set("is_up", int(client.state is State.UP))
+
+    def _is_awaited(self) -> bool:
+        """Returns whether a request waits for an answer to a question that was sent."""
+        asks = (one for one in self._open.values() if isinstance(one, Ask))
+        return any(one.waits and one.ticket is not None and not one.answered for one in asks)
 
     def _answer(self, number: int, one: Write | Ask, event: Any) -> Told:
         """Counts an event by unit, and returns what the ranks hear of it."""
@@ -389,7 +399,6 @@ class Tier:
         ask.ticket = client.ask(question, ask.tokens)
         if ask.ticket is not None:
             self._asked[ask.ticket] = number
-            self._questions.add(ask.ticket)
             self._asked_at = time.monotonic()
         return ask.ticket is not None
 

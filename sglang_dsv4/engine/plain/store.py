@@ -51,13 +51,14 @@ def _may_ask(scheduler: Any, req: Any) -> bool:
     return queued and len(req.origin_input_ids) >= FEWEST_TOKENS and may_share(req)
 
 
-def glance(in_flight: Any) -> float:
+def glance(scheduler: Any) -> float:
     """Returns how many seconds behind a question its answer may be waited for: none without a long prefill in flight.
 
     Else the answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill.
     """
-    prefills = in_flight is not None and in_flight.forward_mode.is_extend()
-    return GLANCE if prefills and (in_flight.extend_num_tokens or 0) >= FEWEST_TOKENS else 0.0
+    batch = scheduler.last_batch
+    in_flight = scheduler.enable_overlap and batch is not None and batch.forward_mode.is_extend()
+    return GLANCE if in_flight and (batch.extend_num_tokens or 0) >= FEWEST_TOKENS else 0.0
 
 
 @contextmanager

@@ -103,6 +103,13 @@ def test_a_bad_figure_misses_its_bound(run, ours, bound):
     assert status == 1 and bound in missed
 
 
+def test_answers_end_at_other_places_of_a_page():
+    """What is left of a page is prefilled again: with equal lengths it would be all or nothing of a page."""
+    arguments = store_pair.parse(["--config", str(CONFIG), "--tokens", "2048"])
+    agents = store_pair.PairAgents(None, 0, arguments)
+    assert [len(said) for said in agents.said] == [2048, 1984, 1920, 1856]
+
+
 @pytest.mark.parametrize("more", [[], ["--tokens", "2048", "--turn", "1700", "--answer", "1500"]])
 def test_a_warm_up_prefills_as_much_in_a_later_turn(more):
     """Both answers are stored up to as many tokens before the later prompt, which are worth an ask."""

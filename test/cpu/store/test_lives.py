@@ -20,9 +20,10 @@ from sglang_dsv4.store.tier import Patience
 from sglang_dsv4.testing import demo_sessions
 
 VOCABULARY = 50_000
+PATIENCE = 1.0  # seconds that a busy machine may take beside what is measured
 
 
-def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, **client):
+def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, overlap=False, **client):
     """Starts a server whose store has ``objects``; returns it, its sessions and its tier."""
     monkeypatch.setenv("DSV4_STORE", "/nowhere")
     monkeypatch.setenv("DSV4_STORE_MODEL", model)
@@ -32,7 +33,9 @@ def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, **cli
         return MemoryClient(objects, memory, seed, **client)
 
     monkeypatch.setattr(store_start, "_client", made)
-    world = demo_sessions.server("0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts)
+    world = demo_sessions.server(
+        "0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts, overlap=overlap
+    )
     sessions, plain = demo_sessions.parts_of(world)
     return world, sessions, plain.tier
 
@@ -176,46 +179,70 @@ def test_a_request_that_comes_in_the_midst_of_a_pass_is_kept_back_from_it(monkey
     assert req.cached_tokens == whole(said[0])
 
 
-@pytest.mark.parametrize(("in_flight", "joins"), [(1500, True), (300, False)])
-def test_an_answer_is_waited_for_while_a_long_prefill_keeps_the_device_busy(monkeypatch, in_flight, joins):
-    """Else a new prompt waits for all of that prefill, though the store has nothing for it."""
-    monkeypatch.setattr(plain_store, "GLANCE", 60.0)
-    world, _, tier = start(monkeypatch, MemoryStore())
-    rng, left, poll = random.Random(10), [0], tier._client.poll
+def glancing(monkeypatch, seconds, count=1500, overlap=True):
+    """Starts a server with a prefill of ``count`` tokens in flight, whose client answers at each third poll."""
+    monkeypatch.setattr(plain_store, "GLANCE", seconds)
+    world, _, tier = start(monkeypatch, MemoryStore(), overlap=overlap)
+    polls, poll = [], tier._client.poll
 
     def slow():
-        left[0] -= 1
-        return () if left[0] >= 0 else poll()
+        polls.append(time.monotonic())
+        return poll() if len(polls) % 3 == 0 else ()
 
-    monkeypatch.setattr(tier._client, "poll", slow)
-    first = world.submit(tokens(rng, in_flight), max_new=20)
+    world.submit(tokens(random.Random(9), count), max_new=20)
     while not world.running:
         world.step()
-    second = world.submit(tokens(rng, 1200), max_new=4)
-    left[0] = 3
+    monkeypatch.setattr(tier._client, "poll", slow)
+    return world, tier, polls
+
+
+@pytest.mark.parametrize(("count", "overlap", "joins"), [(1500, True, True), (300, True, False), (1500, False, False)])
+def test_an_answer_is_waited_for_while_a_long_prefill_keeps_the_device_busy(monkeypatch, count, overlap, joins):
+    """Else a new prompt waits for all of that prefill, though the store has nothing for it."""
+    world, _, polls = glancing(monkeypatch, 60.0, count, overlap)
+    begin, second = time.monotonic(), world.submit(tokens(random.Random(10), 1200), max_new=4)
     world.step()
     assert (second in world.running) is joins and (second in world.waiting) is not joins
+    assert len(polls) == (3 if joins else 1) and time.monotonic() < begin + 30, "no longer than for the answer"
     world.run()
-    assert first.finished() and second.finished() and tier.counters.asks["miss"] == 1 + joins
+    assert second.finished()
 
 
 def test_a_store_that_hangs_holds_up_a_prefill_once_a_question(monkeypatch):
-    monkeypatch.setattr(plain_store, "GLANCE", 0.2)
-    world, _, tier = start(monkeypatch, MemoryStore())
-    rng = random.Random(12)
-    world.submit(tokens(rng, 4000), max_new=4)
-    while not world.running:
-        world.step()
+    world, tier, polls = glancing(monkeypatch, 0.2)
     tier._client.hangs = True
-    world.submit(tokens(rng, 1200), max_new=4)
-    looks = []
-    monkeypatch.setattr(tier._client, "poll", lambda: looks.append(time.monotonic()) or ())
+    world.submit(tokens(random.Random(12), 1200), max_new=4)
     world.step()
-    asked, first = tier._asked_at, len(looks)
-    assert first > 1 and asked + 0.1 < looks[-1] < asked + 0.3
-    time.sleep(max(0.0, asked + 0.2 - time.monotonic()))
-    world.step()
-    assert len(looks) == first + 1
+    assert len(polls) > 1 and polls[-1] < tier._asked_at + 0.2 + PATIENCE
+    time.sleep(max(0.0, tier._asked_at + 0.2 - time.monotonic()))
+    polls.clear()
+    tier.end_pass(0.2)
+    assert len(polls) == 1
+
+
+def test_questions_that_are_sent_meanwhile_make_a_glance_no_longer(monkeypatch):
+    """The client takes one at a time; the others are sent as it is answered."""
+    world, tier, _ = glancing(monkeypatch, 0.1)
+    client, ask_, slow = tier._client, tier._client.ask, tier._client.poll
+    monkeypatch.setattr(client, "ask", lambda *given: None if client.open else ask_(*given))
+    for number in range(60):
+        world.submit(tokens(random.Random(f"one of {number}"), 1200), max_new=1)
+    monkeypatch.setattr(client, "poll", lambda: time.sleep(0.02) or slow())
+    begin = time.monotonic()
+    tier.end_pass(0.1)
+    assert time.monotonic() < begin + 0.1 + PATIENCE and tier._to_ask
+
+
+def test_a_question_that_is_late_is_not_waited_for(monkeypatch):
+    world, tier, _ = glancing(monkeypatch, 60.0)
+    tier._patience = Patience(0.0, 0.0)
+    tier._client.hangs = True
+    late = world.submit(tokens(random.Random(14), 1200), max_new=4)
+    tier.end_pass()
+    assert not request_state(late).ask.waits
+    begin = time.monotonic()
+    tier.end_pass(60.0)
+    assert time.monotonic() < begin + 30
 
 
 def test_a_turn_of_few_new_words_is_not_matched_twice(monkeypatch):

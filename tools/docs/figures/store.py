@@ -87,8 +87,9 @@ def writes() -> str:
     idle = read("store-idle")
     if idle is None:
         return said
-    turns = next(bound["value"] for bound in idle["bounds"] if bound["name"].endswith("median turn"))
+    turns = next(bound for bound in idle["bounds"] if bound["name"].endswith("median turn"))
+    value = f"{turns['value']:.2f}" if turns["ok"] else f"**{turns['value']:.2f}**"
     return (
-        f"{said}\n\nLater turns of a small model [all of whose cache is on the device](results/store-idle.json): "
-        f"{turns:.2f} as many a second as without. Each asks the store for its new words, and nothing is found."
+        f"{said}\n\nTurns a second of a small model [whose cache is all on the device](results/store-idle.json), by "
+        f"those without a store: {value} ({turns['bound']}). Each asks the store for its new words, and finds nothing."
     )
