@@ -95,7 +95,7 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine_release(), "has_window", both_ways)
     monkeypatch.setattr(LookUp, "longest", longest_both_ways)
-    usually = ("submit", "extend", "decode", "turn", "hits", "most points", *AT_NODES)
+    usually = ("submit", "extend", "decode", "turn", "hits", "most points", "evicted by retract", *AT_NODES)
     if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 160:
         assert sessions.done["steps"] >= LEAST_STEPS
         for what in (

@@ -35,7 +35,7 @@ class SessionLives(PlainLives):
     @initialize(
         pages=st.integers(12, 40),
         windows=st.integers(7, 14),
-        host=st.sampled_from(("auto", "0.004", "0.008")),
+        host=st.sampled_from(("auto", "0.002", "0.004")),
         sessions=st.sampled_from(("auto", "auto", "0.0015")),
         verify=st.sampled_from(("0", "0", "1")),
         model=st.sampled_from(MODELS),
