@@ -18,7 +18,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from sglang_dsv4.hostmem.board import NAMED
@@ -28,6 +27,7 @@ from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Page, Point
 from sglang_dsv4.store.client import State, StoreClient
 from sglang_dsv4.store.keys import Keys
+from sglang_dsv4.store.told import Told, What
 from sglang_dsv4.store.wire import PAGE, Code, Piece, Question, Spot
 
 logger = logging.getLogger(__name__)
@@ -41,25 +41,6 @@ QUIET = 10.0  # seconds between two warnings of a store that fails
 _KEPT: list[HostCopy] = []  # of processes that could not be reaped: they may write to them for ever
 STORED = (Code.OK, Code.KNOWN)
 WRONG = (Code.NO_SEAL, Code.ANOTHER, Code.WRONG)
-
-
-class What(IntEnum):
-    """Says what happened to a ticket."""
-
-    COPIED = 1  # all units of a write
-    STORED = 2  # value: whether all of them were
-    FOUND = 3  # value: pages up to the last stored point; 0: none
-    LATE = 4
-    LOADED = 5  # value: whether all units are right
-    FAILED = 6
-
-
-class Told(NamedTuple):
-    """Tells one thing of a ticket; every rank hears the same."""
-
-    number: int
-    what: What
-    value: int = 0
 
 
 class Patience(NamedTuple):
@@ -198,7 +179,7 @@ class Tier:
         mine = [self._to_tell.popleft() for _ in range(most)]
         if board is None:
             return mine
-        return [_unpacked(number) for number in board.tell([_packed(told) for told in mine])]
+        return [Told.unpacked(number) for number in board.tell([told.packed() for told in mine])]
 
     def _look(self, client: StoreClient) -> None:
         """Notes what the client says, and which requests have waited long enough.
@@ -499,11 +480,3 @@ class Tier:
             self._open.clear()
         else:
             _KEPT.extend(copies)
-
-
-def _packed(told: Told) -> int:
-    return told.number << 32 | told.what << 28 | told.value
-
-
-def _unpacked(number: int) -> Told:
-    return Told(number >> 32, What(number >> 28 & 15), number & (1 << 28) - 1)

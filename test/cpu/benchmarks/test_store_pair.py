@@ -104,7 +104,7 @@ def test_a_bad_figure_misses_its_bound(run, ours, bound):
 
 
 def test_answers_end_at_other_places_of_a_page():
-    """What is left of a page is prefilled again: with equal lengths it would be all or nothing of a page."""
+    """Each agent leaves another part of its last page, which is prefilled again; equal lengths would leave the same."""
     arguments = store_pair.parse(["--config", str(CONFIG), "--tokens", "2048"])
     agents = store_pair.PairAgents(None, 0, arguments)
     assert [len(said) for said in agents.said] == [2048, 1984, 1920, 1856]

@@ -68,7 +68,7 @@ RANKS = 2
 
 
 def start_rank(machine):
-    """What a rank of a decode server does, with a real pool and a real collective; returns bytes pinned, or why not."""
+    """Plays a rank of a decode server, with a real pool and a real collective; returns bytes pinned, or why not."""
 
     def pinned(side, size, *_):
         machine.pin(size.nbytes, PIN)
