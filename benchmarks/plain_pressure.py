@@ -321,6 +321,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = servers.parse(parser, argv)
     if arguments.sessions and servers.HICACHE in arguments.server:
         parser.error(f"--sessions: a server with {servers.HICACHE} keeps none")
+    if arguments.conversations <= arguments.concurrency:
+        parser.error(f"--conversations {arguments.conversations}: more than --concurrency, or none waits to be sent")
     arguments.server = [*SERVER, *arguments.server]
     return arguments
 

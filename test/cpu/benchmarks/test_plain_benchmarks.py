@@ -139,3 +139,9 @@ def test_this_package_is_told_whether_to_keep_sessions(words, found, tmp_path, m
 def test_sessions_beside_hicache_are_refused():
     with pytest.raises(SystemExit):
         pressure.parse([*WORDS, "--sessions", "--", "--enable-hierarchical-cache"])
+
+
+def test_a_rate_while_requests_wait_needs_more_conversations_than_clients(capsys):
+    with pytest.raises(SystemExit):
+        pressure.parse(["--model-path", "m", "--conversations", "24"])
+    assert "--conversations 24: more than --concurrency" in capsys.readouterr().err
