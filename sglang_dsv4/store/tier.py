@@ -68,8 +68,8 @@ class Ask:
     """Holds the question of one prompt. waits: its request is not admitted meanwhile.
 
     have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. copy: is being
-    filled. ticket: of the client; answered: by it, at least whether there is a point. limit: when it is late, on this
-    rank's clock.
+    filled. ticket: of the client; asked: it has not answered the last thing that it was sent. limit: when it is late,
+    on this rank's clock.
     """
 
     namespace: Hashable
@@ -83,7 +83,7 @@ class Ask:
     end: int = 0
     copy: HostCopy | None = None
     ticket: int | None = None
-    answered: bool = False
+    asked: bool = False
 
     def covers(self, other: Ask, page: int) -> bool:
         """Returns whether the copy here is of all pages that ``other`` found."""
@@ -123,7 +123,7 @@ class Tier:
         self._open: dict[int, Write | Ask] = {}
         self._numbers = 0
         self._asked: dict[int, int] = {}  # tickets of the client -> numbers
-        self._asked_at = 0.0  # when the last question was sent
+        self._sent_at = 0.0  # when the last question was sent, or the last read begun
         self._to_send: deque[int] = deque()  # writes whose units are not filled yet
         self._to_ask: deque[int] = deque()  # asks that the client did not take
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
@@ -155,21 +155,29 @@ class Tier:
     def end_pass(self, spare: float = 0.0) -> None:
         """Takes what happened, and sends what may be sent; once a pass, on every rank.
 
-        spare: seconds since the last question in which answers may be waited for.
+        spare: seconds in which answers may be waited for, and the reads that begin by them; none on all ranks, or some.
         """
-        if self._client is not None:
-            self._look(self._client)
-            until = self._asked_at + spare  # questions that are sent meanwhile make it no longer
-            while time.monotonic() < until and self._is_awaited():
-                time.sleep(PAUSE)
-                self._look(self._client)
-        for told in self._hear():
-            self._take(told)
+        until = time.monotonic() + spare
+        if self._listen(spare, until) and spare:
+            self._listen(spare, until)
         if not self.is_on:
             self._stop()
         self._borrow_slices()
         if self._client is not None:
             self._send_writes(self._client)
+
+    def _listen(self, spare: float, until: float) -> bool:
+        """Takes what the client says; returns whether a read began by it, on every rank alike."""
+        if self._client is not None:
+            self._look(self._client)
+            until = min(until, self._sent_at + spare)  # what is sent meanwhile makes it no longer
+            while time.monotonic() < until and self._is_awaited():
+                time.sleep(PAUSE)
+                self._look(self._client)
+        loading = self._loading
+        for told in self._hear():
+            self._take(told)
+        return self._loading > loading
 
     def _hear(self) -> list[Told]:
         if not self._open:
@@ -197,7 +205,7 @@ class Tier:
                     self._to_tell.append(Told(number, What.COPIED))
                 continue
             if isinstance(one, Ask):
-                one.answered = True
+                one.asked = False
             self._to_tell.append(self._answer(number, one, event))
             if event.name != "found" or not event.value:
                 del self._asked[event.ticket]
@@ -216,9 +224,8 @@ class Tier:
         self.counters.set("is_up", int(client.state is State.UP))
 
     def _is_awaited(self) -> bool:
-        """Returns whether a request waits for an answer to a question that was sent."""
-        asks = (one for one in self._open.values() if isinstance(one, Ask))
-        return any(one.waits and one.ticket is not None and not one.answered for one in asks)
+        """Returns whether a request waits for an answer to a question that was sent, or for its read."""
+        return any(one.waits and one.asked for one in self._open.values() if isinstance(one, Ask))
 
     def _answer(self, number: int, one: Write | Ask, event: Any) -> Told:
         """Counts an event by unit, and returns what the ranks hear of it."""
@@ -380,8 +387,11 @@ class Tier:
         ask.ticket = client.ask(question, ask.tokens)
         if ask.ticket is not None:
             self._asked[ask.ticket] = number
-            self._asked_at = time.monotonic()
+            self._sends(ask)
         return ask.ticket is not None
+
+    def _sends(self, ask: Ask) -> None:
+        ask.asked, self._sent_at = True, time.monotonic()
 
     def _ask_again(self, client: StoreClient, now: float) -> None:
         """Sends the asks that the client did not take, in their order; none is kept for a store that is not there."""
@@ -418,7 +428,9 @@ class Tier:
             return
         spots = [Spot(unit, PAGE, page) for page, unit in enumerate(ask.copy.pages(ask.copy.begins), ask.copy.begins)]
         spots += [Spot(unit, part, end - 1) for part, unit in enumerate(ask.copy.tail_units, PAGE + 1)]
-        if not self._client.load(ask.ticket, spots):
+        if self._client.load(ask.ticket, spots):
+            self._sends(ask)
+        else:
             self._client.drop(ask.ticket)
             self._asked.pop(ask.ticket, None)  # its process may have died meanwhile
             self._to_tell.append(Told(number, What.FAILED))

@@ -78,7 +78,7 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     if plain.sessions is not None:
         plain.sessions.end_pass(launched=scheduler.last_batch is not None)
         if plain.tier is not None:
-            plain.tier.end_pass(glance(scheduler))
+            plain.tier.end_pass(glance(plain, scheduler, running_batch))
         if plain.to_prefetch:
             sessions.prefetch(plain, plain.sessions, scheduler)
     if plain.tier is not None:

@@ -69,6 +69,7 @@ class PlainServing:
         self.tier: Tier | None = None  # of the sessions, beyond this server
         self.asking: list[tuple[Any, Any]] = []  # requests that wait for it, and their questions
         self.kept_back: list[Any] | None = None  # those that came to wait in the pass that is under way; None: none is
+        self.pass_began = 0.0  # of a server with a tier
         self.to_prefetch: deque[Any] = deque()  # requests whose sessions are to be loaded before their admission
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 

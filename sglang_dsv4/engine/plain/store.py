@@ -6,6 +6,7 @@ does not see it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 GLANCE = 0.004  # seconds; most answers take 2 ms
+SHARE, MOST = 0.1, 0.05  # of the pass before, where nothing decodes; seconds
 
 
 def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
@@ -51,14 +53,21 @@ def _may_ask(scheduler: Any, req: Any) -> bool:
     return queued and len(req.origin_input_ids) >= FEWEST_TOKENS and may_share(req)
 
 
-def glance(scheduler: Any) -> float:
-    """Returns how many seconds behind a question its answer may be waited for: none without a long prefill in flight.
+def glance(plain: PlainServing, scheduler: Any, running: Any) -> float:
+    """Returns how many seconds of this pass may go by for answers: none without a prefill in flight.
 
-    Else the answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill.
+    Else an answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill: for a
+    long one on the device, or for many layers that are launched one by one. Where nothing decodes, a tenth of the pass
+    before may go by, also for the reads that begin: prompts whose reads end together are launched together.
     """
+    now = time.monotonic()
+    took, plain.pass_began = now - plain.pass_began, now
     batch = scheduler.last_batch
-    in_flight = scheduler.enable_overlap and batch is not None and batch.forward_mode.is_extend()
-    return GLANCE if in_flight and (batch.extend_num_tokens or 0) >= FEWEST_TOKENS else 0.0
+    if not scheduler.enable_overlap or batch is None or not batch.forward_mode.is_extend():
+        return 0.0
+    least = GLANCE if (batch.extend_num_tokens or 0) >= FEWEST_TOKENS else 0.0
+    decodes = not running.is_empty() or scheduler.require_mlp_sync  # others, whose steps are in time with these
+    return least if decodes else max(least, min(MOST, SHARE * took))
 
 
 @contextmanager

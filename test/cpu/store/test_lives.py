@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 from memory_store import MemoryClient, MemoryStore
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dsv4.engine import store_start
 from sglang_dsv4.engine.plain import store as plain_store
@@ -213,8 +215,8 @@ def test_a_store_that_hangs_holds_up_a_prefill_once_a_question(monkeypatch):
     tier._client.hangs = True
     world.submit(tokens(random.Random(12), 1200), max_new=4)
     world.step()
-    assert len(polls) > 1 and polls[-1] < tier._asked_at + 0.2 + PATIENCE
-    time.sleep(max(0.0, tier._asked_at + 0.2 - time.monotonic()))
+    assert len(polls) > 1 and polls[-1] < tier._sent_at + 0.2 + PATIENCE
+    time.sleep(max(0.0, tier._sent_at + 0.2 - time.monotonic()))
     polls.clear()
     tier.end_pass(0.2)
     assert len(polls) == 1
@@ -243,6 +245,66 @@ def test_a_question_that_is_late_is_not_waited_for(monkeypatch):
     begin = time.monotonic()
     tier.end_pass(60.0)
     assert time.monotonic() < begin + 30
+
+
+@pytest.mark.parametrize(
+    ("count", "overlap", "decodes", "took", "may"),
+    [
+        (300, True, None, 0.3, 0.03),
+        (300, True, "here", 0.3, 0.0),
+        (300, True, "elsewhere", 0.3, 0.0),
+        (300, False, None, 0.3, 0.0),
+        (300, True, None, 20.0, plain_store.MOST),
+        (1500, True, "here", 0.3, plain_store.GLANCE),
+        (1500, True, None, 0.003, plain_store.GLANCE),
+    ],
+)
+def test_a_tenth_of_a_long_launch_may_go_by_where_nothing_decodes(count, overlap, decodes, took, may):
+    """Of many layers, or behind a compiler; each read that ends a moment later is a launch of its own."""
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_num_tokens=count)
+    scheduler = SimpleNamespace(enable_overlap=overlap, last_batch=batch, require_mlp_sync=decodes == "elsewhere")
+    plain = SimpleNamespace(pass_began=time.monotonic() - took)
+    running = SimpleNamespace(is_empty=lambda: decodes != "here")
+    assert plain_store.glance(plain, scheduler, running) == pytest.approx(may, abs=0.01 if may == 0.03 else 1e-9)
+    scheduler.last_batch = None
+    assert plain_store.glance(plain, scheduler, running) == 0.0 and time.monotonic() - plain.pass_began < PATIENCE
+
+
+@pytest.mark.parametrize("spare", [0.0, 60.0])
+def test_a_read_that_begins_in_a_pass_may_be_over_in_it(monkeypatch, spare):
+    said, world, tier = second_life(monkeypatch, MemoryStore(), random.Random(15), 2)
+    polls, poll = [], tier._client.poll
+    monkeypatch.setattr(tier._client, "poll", lambda: poll() if polls.append(0) or len(polls) % 3 == 0 else ())
+    reqs = [world.submit([*words, 7, 8, 9], max_new=4) for words in said]
+    begin = time.monotonic()
+    tier.end_pass(spare)
+    assert [request_state(req).ask.waits for req in reqs] == [not spare] * 2 and time.monotonic() < begin + 30
+    assert len(polls) == (6 if spare else 1), "no longer than for the reads"
+    world.run()
+    assert [req.cached_tokens for req in reqs] == [whole(words) for words in said]
+
+
+def test_a_read_that_hangs_makes_a_glance_no_longer(monkeypatch):
+    (words,), world, tier = second_life(monkeypatch, MemoryStore(), random.Random(16), 1)
+    client, spare = tier._client, 1.5
+    tier._patience, poll, load = Patience(60.0, 0.0), client.poll, client.load
+    world.submit([*words, 7, 8, 9], max_new=4)
+    begin = time.monotonic()
+    monkeypatch.setattr(client, "poll", lambda: poll() if time.monotonic() > begin + 0.9 * spare else ())
+
+    def hangs(ticket, spots):
+        client.hangs = True
+        return load(ticket, spots)
+
+    monkeypatch.setattr(client, "load", hangs)
+    tier.end_pass(spare)
+    assert client.hangs and begin + 0.9 * spare < time.monotonic() < begin + 1.6 * spare
+    time.sleep(max(0.0, tier._sent_at + spare - time.monotonic()))
+    again = time.monotonic()
+    tier.end_pass(spare)
+    assert time.monotonic() < again + 0.6 * spare, "once for what was sent"
+    client.hangs = False
+    world.run()
 
 
 def test_a_turn_of_few_new_words_is_not_matched_twice(monkeypatch):

@@ -79,10 +79,10 @@ class Life:
         found = self.sessions.lookup.longest("a", tokens, len(tokens)).point
         return self.tier.ask("a", tokens, len(tokens), 0 if found is None else found.tokens)
 
-    def passes(self, count: int = 1) -> None:
+    def passes(self, count: int = 1, spare: float = 0.0) -> None:
         for _ in range(count):
             self.sessions.end_pass()
-            self.tier.end_pass()
+            self.tier.end_pass(spare)
             self.check()
 
     def found(self, number: int, pages: int = 12) -> int:
@@ -267,6 +267,18 @@ def test_an_ask_that_finds_no_room_takes_nothing() -> None:
     assert not small.client.open, "the store's process forgets its chain"
 
 
+GLANCE = 0.002  # seconds of some passes
+
+
+def played(clock: list[float], apart: float = 0.0) -> SimpleNamespace:
+    """The tier's module ``time``, moved by hand and by its own waits."""
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    return SimpleNamespace(monotonic=lambda: clock[0] + apart, sleep=sleep)
+
+
 class Random:
     """A random life: the same steps on every rank."""
 
@@ -294,9 +306,9 @@ class Random:
             self.copies.pop().release()
         else:
             self.clock[0] += 0.3
-            life.passes()
+            life.passes(spare=rng.choice((0.0, GLANCE)))
             self.asks = [(since, ask) for since, ask in self.asks if ask.waits]
-            most = LIMIT + 2 * 0.3  # a pass until the first answer is seen does not count
+            most = LIMIT + 2 * (0.3 + GLANCE)  # a pass until the first answer is seen does not count
             assert all(self.clock[0] <= since + most for since, _ in self.asks), "later than its limit"
         life.check()
         self._judge()
@@ -327,7 +339,7 @@ class Random:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives_over_a_store_that_loses_lags_refuses_and_dies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(tier_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(tier_module, "time", played(clock))
     store, known = MemoryStore(), {}
     outcomes: dict[str, int] = {}
     for number in range(4):
@@ -352,7 +364,7 @@ def test_two_ranks_keep_the_same_points(tmp_path: Path, seed: int) -> None:
 
     def work(rank: int) -> Any:
         store, indexes, hits, clock = MemoryStore(), [], 0, [100.0]
-        tier_module.time = SimpleNamespace(monotonic=lambda: clock[0] + 1000 * rank)  # type: ignore[attr-defined]
+        tier_module.time = played(clock, 1000.0 * rank)  # type: ignore[attr-defined]
         for number in range(2):
             life = Life(store, rank, 2, seed=seed, at_once=False, trouble=0.02)
             one = Random(life, 10 * seed + number, clock)
