@@ -7,6 +7,11 @@ LIVES = {
     "store-takeover": "another server goes on, in files",
     "store-takeover-mooncake": "another server goes on, Mooncake over TCP",
 }
+PAIRS = {
+    "pd-store-agents": "64K tokens of Flash's shape, 500 new words a turn",
+    "pd-store-busy": "2K, 16 at a time, 200 new words a turn",
+}
+FIRST, GAP = "first token of a later turn, median, by that without", "gap between tokens, p99, by that without"
 NAMES = {"with a store": "this package", "stock with HiCache's files": "stock, HiCache's files"}
 
 
@@ -46,7 +51,7 @@ def sizes() -> str:
 
 
 def answers() -> str:
-    """Returns how many later turns of a pair went on from answers, under retracts."""
+    """Returns how many later turns of a pair went on from answers, under retracts, and what they cost."""
     result = read("pd-store-stress")
     if result is None:
         return ""
@@ -55,7 +60,28 @@ def answers() -> str:
     return (
         f"A pair under {row['saves']} [forced retracts](results/live.md#under-retracts), {cards(result)}: "
         f"{hits['store']} of {sum(hits.values())} later turns with a session had it from the store, each load compared."
+        f"\n\n{pairs()}"
     )
+
+
+def pairs() -> str:
+    """Returns a row for each pair that ran beside one without a store."""
+    rows = []
+    for name, said in PAIRS.items():
+        result = read(name)
+        if result is None:
+            continue
+        ours, others = (row for row in result["rows"] if row["run"].startswith("all rounds"))
+        bounds = {bound["name"]: bound for bound in result["bounds"]}
+        values = [
+            f"{bound['value']:.2f}" if bound["ok"] else f"**{bound['value']:.2f}** ({bound['bound']})"
+            for bound in (bounds[name] for name in (FIRST, GAP))
+        ]
+        prefilled = f"{ours['prefilled_by_new']:.2f}; {others['prefilled_by_new']:.2f} without"
+        rows.append((f"[{said}](results/{name}.json), {cards(result)}", prefilled, *values))
+    head = ("a pair with a store", "tokens prefilled by new words", "first token of a later turn, by that without",
+            "gap between tokens, p99, by that without")  # fmt: skip
+    return table_if(head, rows)
 
 
 def damage() -> str:
