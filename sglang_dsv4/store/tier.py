@@ -7,7 +7,7 @@ borrow, keep and give back the same units in the same pass, and admit the same r
     ask     a prompt -> found: units are borrowed for it -> loaded: they are a point of the sessions
             late: its request waits no longer; what comes then serves the next turn
 
-Nothing here waits for the store, but for a glance while the device has enough to do.
+Nothing here waits for the store, but for a glance beside a prefill in flight.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Ask:
     """Holds the question of one prompt. waits: its request is not admitted meanwhile.
 
     have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. copy: is being
-    filled. ticket: of the client; asked: it has not answered the last thing that it was sent. limit: when it is late,
+    filled. ticket: of the client; sent: when it was sent what it has not answered; 0: nothing. limit: when it is late,
     on this rank's clock.
     """
 
@@ -83,7 +83,7 @@ class Ask:
     end: int = 0
     copy: HostCopy | None = None
     ticket: int | None = None
-    asked: bool = False
+    sent: float = 0.0
 
     def covers(self, other: Ask, page: int) -> bool:
         """Returns whether the copy here is of all pages that ``other`` found."""
@@ -120,10 +120,11 @@ class Tier:
         self._epoch = 1  # since when those were sent; see ``Point``
         self._refresh = REFRESH
         self._borrowed = self._loading = 0  # units of writes, and of reads
+        self._reads = 0  # begun until now
         self._open: dict[int, Write | Ask] = {}
         self._numbers = 0
         self._asked: dict[int, int] = {}  # tickets of the client -> numbers
-        self._sent_at = 0.0  # when the last question was sent, or the last read begun
+        self._sent_at = 0.0  # when the last one was sent that a request waits for
         self._to_send: deque[int] = deque()  # writes whose units are not filled yet
         self._to_ask: deque[int] = deque()  # asks that the client did not take
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
@@ -157,27 +158,26 @@ class Tier:
 
         spare: seconds in which answers may be waited for, and the reads that begin by them; none on all ranks, or some.
         """
-        until = time.monotonic() + spare
-        if self._listen(spare, until) and spare:
-            self._listen(spare, until)
+        now, begun = time.monotonic(), self._reads
+        self._listen(spare, now + spare)
+        if spare and self._reads != begun:
+            self._listen(spare, now + spare, now)
         if not self.is_on:
             self._stop()
         self._borrow_slices()
         if self._client is not None:
             self._send_writes(self._client)
 
-    def _listen(self, spare: float, until: float) -> bool:
-        """Takes what the client says; returns whether a read began by it, on every rank alike."""
+    def _listen(self, spare: float, until: float, since: float | None = None) -> None:
+        """Takes what the client says, and may wait for answers, or for the reads that began ``since`` then."""
         if self._client is not None:
             self._look(self._client)
             until = min(until, self._sent_at + spare)  # what is sent meanwhile makes it no longer
-            while time.monotonic() < until and self._is_awaited():
+            while time.monotonic() < until and self._is_awaited(since):
                 time.sleep(PAUSE)
                 self._look(self._client)
-        loading = self._loading
         for told in self._hear():
             self._take(told)
-        return self._loading > loading
 
     def _hear(self) -> list[Told]:
         if not self._open:
@@ -205,7 +205,7 @@ class Tier:
                     self._to_tell.append(Told(number, What.COPIED))
                 continue
             if isinstance(one, Ask):
-                one.asked = False
+                one.sent = 0.0
             self._to_tell.append(self._answer(number, one, event))
             if event.name != "found" or not event.value:
                 del self._asked[event.ticket]
@@ -223,9 +223,10 @@ class Tier:
         self.counters.set("is_open", int(client.breaker_open))
         self.counters.set("is_up", int(client.state is State.UP))
 
-    def _is_awaited(self) -> bool:
-        """Returns whether a request waits for an answer to a question that was sent, or for its read."""
-        return any(one.waits and one.asked for one in self._open.values() if isinstance(one, Ask))
+    def _is_awaited(self, since: float | None) -> bool:
+        """Returns whether a request waits for an answer to a question that was sent, or for a read of ``since``."""
+        asks = (one for one in self._open.values() if isinstance(one, Ask) and one.waits and one.sent)
+        return any((one.copy is None) if since is None else (one.copy and one.sent >= since) for one in asks)
 
     def _answer(self, number: int, one: Write | Ask, event: Any) -> Told:
         """Counts an event by unit, and returns what the ranks hear of it."""
@@ -391,7 +392,9 @@ class Tier:
         return ask.ticket is not None
 
     def _sends(self, ask: Ask) -> None:
-        ask.asked, self._sent_at = True, time.monotonic()
+        ask.sent = time.monotonic()
+        if ask.waits:
+            self._sent_at = ask.sent
 
     def _ask_again(self, client: StoreClient, now: float) -> None:
         """Sends the asks that the client did not take, in their order; none is kept for a store that is not there."""
@@ -424,6 +427,7 @@ class Tier:
             self._finish(number, ask, "late" if ask.late else "hit" if came else "room")
             return
         self._loading += len(ask.copy.units)
+        self._reads += 1
         if self._client is None or ask.ticket is None:
             return
         spots = [Spot(unit, PAGE, page) for page, unit in enumerate(ask.copy.pages(ask.copy.begins), ask.copy.begins)]

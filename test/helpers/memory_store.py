@@ -13,6 +13,15 @@ from sglang_dsv4.store.wire import PAGE, Code
 GARBAGE = 0xA5
 
 
+def played_time(clock, apart=0.0):
+    """The tier's module ``time``, moved by hand and by its own waits."""
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    return SimpleNamespace(monotonic=lambda: clock[0] + apart, sleep=sleep)
+
+
 class MemoryStore:
     """Objects by name; it outlives the clients."""
 

@@ -17,7 +17,7 @@ from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 GLANCE = 0.004  # seconds; most answers take 2 ms
-SHARE, MOST = 0.1, 0.05  # of the pass before, where nothing decodes; seconds
+SHARE, MOST = 0.1, 0.05  # of the pass before, where nothing runs beside the prefill; seconds
 
 
 def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
@@ -56,9 +56,9 @@ def _may_ask(scheduler: Any, req: Any) -> bool:
 def glance(plain: PlainServing, scheduler: Any, running: Any) -> float:
     """Returns how many seconds of this pass may go by for answers: none without a prefill in flight.
 
-    Else an answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill: for a
-    long one on the device, or for many layers that are launched one by one. Where nothing decodes, a tenth of the pass
-    before may go by, also for the reads that begin: prompts whose reads end together are launched together.
+    Else an answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill. A
+    prefill server, or one between the chunks of a lone prompt, gives a tenth of the pass before, which may have
+    launched many layers one by one: prompts whose reads end together are launched together.
     """
     now = time.monotonic()
     took, plain.pass_began = now - plain.pass_began, now

@@ -10,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from memory_store import MemoryClient, MemoryStore
+from memory_store import MemoryClient, MemoryStore, played_time
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -18,6 +18,7 @@ from sglang_dsv4.engine import store_start
 from sglang_dsv4.engine.plain import store as plain_store
 from sglang_dsv4.engine.plain.store import ask, kept_back
 from sglang_dsv4.engine.state import request_state, server
+from sglang_dsv4.store import tier as tier_module
 from sglang_dsv4.store.tier import Patience
 from sglang_dsv4.testing import demo_sessions
 
@@ -25,7 +26,7 @@ VOCABULARY = 50_000
 PATIENCE = 1.0  # seconds that a busy machine may take beside what is measured
 
 
-def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, overlap=False, **client):
+def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, overlap=False, chunk=8192, **client):
     """Starts a server whose store has ``objects``; returns it, its sessions and its tier."""
     monkeypatch.setenv("DSV4_STORE", "/nowhere")
     monkeypatch.setenv("DSV4_STORE_MODEL", model)
@@ -36,7 +37,7 @@ def start(monkeypatch, objects, verify=False, drafts=0, model="m", seed=0, overl
 
     monkeypatch.setattr(store_start, "_client", made)
     world = demo_sessions.server(
-        "0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts, overlap=overlap
+        "0.05", verify, pages=64, swa_pages=24, ratios=(0, 4, 128), drafts=drafts, overlap=overlap, chunk=chunk
     )
     sessions, plain = demo_sessions.parts_of(world)
     return world, sessions, plain.tier
@@ -47,10 +48,11 @@ def tokens(rng, count):
 
 
 def converse(world, rng, prompts=2, **arguments):
-    """Plays first turns; returns what was said in each."""
+    """Plays first turns, of ``prompts`` or of as many random ones; returns what was said in each."""
     said = []
-    for _ in range(prompts):
-        req = world.submit(tokens(rng, rng.randint(1300, 2000)), max_new=rng.randint(5, 60), **arguments)
+    for prompt in [None] * prompts if isinstance(prompts, int) else prompts:
+        given = prompt or tokens(rng, rng.randint(1300, 2000))
+        req = world.submit(given, max_new=8 if prompt else rng.randint(5, 60), **arguments)
         world.run()
         said.append([*req.origin_input_ids, *req.output_ids])
     return said
@@ -181,10 +183,10 @@ def test_a_request_that_comes_in_the_midst_of_a_pass_is_kept_back_from_it(monkey
     assert req.cached_tokens == whole(said[0])
 
 
-def glancing(monkeypatch, seconds, count=1500, overlap=True):
+def glancing(monkeypatch, seconds, count=1500, overlap=True, chunk=8192):
     """Starts a server with a prefill of ``count`` tokens in flight, whose client answers at each third poll."""
     monkeypatch.setattr(plain_store, "GLANCE", seconds)
-    world, _, tier = start(monkeypatch, MemoryStore(), overlap=overlap)
+    world, _, tier = start(monkeypatch, MemoryStore(), overlap=overlap, chunk=chunk)
     polls, poll = [], tier._client.poll
 
     def slow():
@@ -192,8 +194,8 @@ def glancing(monkeypatch, seconds, count=1500, overlap=True):
         return poll() if len(polls) % 3 == 0 else ()
 
     world.submit(tokens(random.Random(9), count), max_new=20)
-    while not world.running:
-        world.step()
+    while world.step() is None:
+        pass
     monkeypatch.setattr(tier._client, "poll", slow)
     return world, tier, polls
 
@@ -256,18 +258,32 @@ def test_a_question_that_is_late_is_not_waited_for(monkeypatch):
         (300, False, None, 0.3, 0.0),
         (300, True, None, 20.0, plain_store.MOST),
         (1500, True, "here", 0.3, plain_store.GLANCE),
+        (1500, True, "elsewhere", 0.3, plain_store.GLANCE),
         (1500, True, None, 0.003, plain_store.GLANCE),
     ],
 )
-def test_a_tenth_of_a_long_launch_may_go_by_where_nothing_decodes(count, overlap, decodes, took, may):
-    """Of many layers, or behind a compiler; each read that ends a moment later is a launch of its own."""
+def test_a_tenth_of_a_long_launch_may_go_by_where_nothing_decodes(monkeypatch, count, overlap, decodes, took, may):
+    """It has many layers; each read that ends a moment later would be a launch of its own."""
+    monkeypatch.setattr(plain_store, "time", played_time([100.0]))
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_num_tokens=count)
     scheduler = SimpleNamespace(enable_overlap=overlap, last_batch=batch, require_mlp_sync=decodes == "elsewhere")
-    plain = SimpleNamespace(pass_began=time.monotonic() - took)
+    plain = SimpleNamespace(pass_began=100.0 - took)
     running = SimpleNamespace(is_empty=lambda: decodes != "here")
-    assert plain_store.glance(plain, scheduler, running) == pytest.approx(may, abs=0.01 if may == 0.03 else 1e-9)
+    assert plain_store.glance(plain, scheduler, running) == pytest.approx(may) and plain.pass_began == 100.0
     scheduler.last_batch = None
-    assert plain_store.glance(plain, scheduler, running) == 0.0 and time.monotonic() - plain.pass_began < PATIENCE
+    assert plain_store.glance(plain, scheduler, running) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.0, 1e9])
+def test_between_the_chunks_of_a_prompt_an_answer_is_waited_for(monkeypatch, share):
+    """Nothing runs beside them."""
+    monkeypatch.setattr(plain_store, "SHARE", share)
+    monkeypatch.setattr(plain_store, "MOST", 60.0)
+    world, _, polls = glancing(monkeypatch, 0.0, count=1500, chunk=512)
+    world.submit(tokens(random.Random(17), 1200), max_new=4)
+    world.step()
+    assert len(polls) == (3 if share else 1)
+    world.run()
 
 
 @pytest.mark.parametrize("spare", [0.0, 60.0])
@@ -286,24 +302,58 @@ def test_a_read_that_begins_in_a_pass_may_be_over_in_it(monkeypatch, spare):
 
 def test_a_read_that_hangs_makes_a_glance_no_longer(monkeypatch):
     (words,), world, tier = second_life(monkeypatch, MemoryStore(), random.Random(16), 1)
-    client, spare = tier._client, 1.5
+    client, clock = tier._client, [100.0]
+    monkeypatch.setattr(tier_module, "time", played_time(clock))
     tier._patience, poll, load = Patience(60.0, 0.0), client.poll, client.load
     world.submit([*words, 7, 8, 9], max_new=4)
-    begin = time.monotonic()
-    monkeypatch.setattr(client, "poll", lambda: poll() if time.monotonic() > begin + 0.9 * spare else ())
+    monkeypatch.setattr(client, "poll", lambda: poll() if clock[0] > 100.9 else ())
 
     def hangs(ticket, spots):
         client.hangs = True
         return load(ticket, spots)
 
     monkeypatch.setattr(client, "load", hangs)
-    tier.end_pass(spare)
-    assert client.hangs and begin + 0.9 * spare < time.monotonic() < begin + 1.6 * spare
-    time.sleep(max(0.0, tier._sent_at + spare - time.monotonic()))
-    again = time.monotonic()
-    tier.end_pass(spare)
-    assert time.monotonic() < again + 0.6 * spare, "once for what was sent"
+    tier.end_pass(1.0)
+    assert client.hangs and clock[0] == pytest.approx(101.0, abs=0.01)
+    clock[0] += 1.0
+    before = clock[0]
+    tier.end_pass(1.0)
+    assert clock[0] == before, "once for what was sent"
     client.hangs = False
+    world.run()
+
+
+def without_the_read_of(monkeypatch, tier, ask):
+    """The client goes on with all but the read of ``ask``; returns what lets it go on, too."""
+    step, held = tier._client._step, [ask.ticket]
+    monkeypatch.setattr(tier._client, "_step", lambda ticket: None if ticket in held else step(ticket))
+    return held.clear
+
+
+def test_a_read_that_takes_long_holds_up_no_answer(monkeypatch):
+    said, world, tier = second_life(monkeypatch, MemoryStore(), random.Random(18), 2)
+    first, second = (world.submit([*words, 7, 8, 9], max_new=4) for words in said)
+    world.abort(second)
+    tier.end_pass()
+    go_on_ = without_the_read_of(monkeypatch, tier, request_state(first).ask)
+    third = world.submit([*said[1], 7, 8, 9], max_new=4)
+    begin = time.monotonic()
+    tier.end_pass(60.0)
+    asks = [request_state(req).ask for req in (first, third)]
+    assert [ask.waits for ask in asks] == [True, False] and time.monotonic() < begin + 30
+    go_on_()
+    world.run()
+
+
+def test_a_read_begins_as_another_ends(monkeypatch):
+    """Both are of one size, as those of agents."""
+    rng = random.Random(19)
+    said, world, tier = second_life(monkeypatch, MemoryStore(), rng, [tokens(rng, 1500), tokens(rng, 1500)])
+    first = world.submit([*said[0], 7, 8, 9], max_new=4)
+    tier.end_pass()
+    second = world.submit([*said[1], 7, 8, 9], max_new=4)
+    tier.end_pass(60.0)
+    assert not request_state(first).ask.waits and not request_state(second).ask.waits
     world.run()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from memory_store import MemoryClient, MemoryStore
+from memory_store import MemoryClient, MemoryStore, played_time
 from processes import exchange, on_ranks
 
 from sglang_dsv4.engine.ranks import gathered
@@ -270,15 +270,6 @@ def test_an_ask_that_finds_no_room_takes_nothing() -> None:
 GLANCE = 0.002  # seconds of some passes
 
 
-def played(clock: list[float], apart: float = 0.0) -> SimpleNamespace:
-    """The tier's module ``time``, moved by hand and by its own waits."""
-
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-
-    return SimpleNamespace(monotonic=lambda: clock[0] + apart, sleep=sleep)
-
-
 class Random:
     """A random life: the same steps on every rank."""
 
@@ -339,7 +330,7 @@ class Random:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives_over_a_store_that_loses_lags_refuses_and_dies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(tier_module, "time", played(clock))
+    monkeypatch.setattr(tier_module, "time", played_time(clock))
     store, known = MemoryStore(), {}
     outcomes: dict[str, int] = {}
     for number in range(4):
@@ -364,7 +355,7 @@ def test_two_ranks_keep_the_same_points(tmp_path: Path, seed: int) -> None:
 
     def work(rank: int) -> Any:
         store, indexes, hits, clock = MemoryStore(), [], 0, [100.0]
-        tier_module.time = played(clock, 1000.0 * rank)  # type: ignore[attr-defined]
+        tier_module.time = played_time(clock, 1000.0 * rank)  # type: ignore[attr-defined]
         for number in range(2):
             life = Life(store, rank, 2, seed=seed, at_once=False, trouble=0.02)
             one = Random(life, 10 * seed + number, clock)
