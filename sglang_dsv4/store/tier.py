@@ -169,7 +169,7 @@ class Tier:
             self._send_writes(self._client)
 
     def _listen(self, spare: float, until: float, since: float | None = None) -> None:
-        """Takes what the client says, and may wait for answers, or for the reads that began ``since`` then."""
+        """Takes what the client says, and may wait for answers; with ``since``, for reads that began then or later."""
         if self._client is not None:
             self._look(self._client)
             until = min(until, self._sent_at + spare)  # what is sent meanwhile makes it no longer
@@ -224,7 +224,7 @@ class Tier:
         self.counters.set("is_up", int(client.state is State.UP))
 
     def _is_awaited(self, since: float | None) -> bool:
-        """Returns whether a request waits for an answer to a question that was sent, or for a read of ``since``."""
+        """Returns whether a request waits for an answer; with ``since``, for a read that began then or later."""
         asks = (one for one in self._open.values() if isinstance(one, Ask) and one.waits and one.sent)
         return any((one.copy is None) if since is None else (one.copy and one.sent >= since) for one in asks)
 
