@@ -33,6 +33,7 @@ from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 PAGE = 256
 UNIT = 49_152
 LIMIT = 2.0
+GLANCE = 0.002  # seconds of some passes
 STEPS = int(os.environ.get("STORE_STEPS", "80"))  # of each random life; 1,700 make 20,000
 
 
@@ -44,6 +45,7 @@ class Life:
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool)
         self.weights = 0
+        self.glance = GLANCE / (1 + rank)  # each rank has its own clock, and one alone waits
         context = ServerContext(weight_version=lambda: self.weights)
         if ranks > 1:
             context = ServerContext(
@@ -267,9 +269,6 @@ def test_an_ask_that_finds_no_room_takes_nothing() -> None:
     assert not small.client.open, "the store's process forgets its chain"
 
 
-GLANCE = 0.002  # seconds of some passes
-
-
 class Random:
     """A random life: the same steps on every rank."""
 
@@ -297,7 +296,7 @@ class Random:
             self.copies.pop().release()
         else:
             self.clock[0] += 0.3
-            life.passes(spare=rng.choice((0.0, GLANCE)))
+            life.passes(spare=rng.choice((0.0, life.glance)))
             self.asks = [(since, ask) for since, ask in self.asks if ask.waits]
             most = LIMIT + 2 * (0.3 + GLANCE)  # a pass until the first answer is seen does not count
             assert all(self.clock[0] <= since + most for since, _ in self.asks), "later than its limit"
