@@ -45,7 +45,7 @@ WORKER = (sys.executable, "-m", "sglang_dsv4.store.worker")
 LEAST_FREE = 16 << 30
 SOON, IDLE = 0.05, 0.5  # seconds until a process that sends nothing is looked at: with work open, without
 REAPING = 0.002  # the same while it dies: its units wait
-GRACE = 1.0  # seconds that ``close`` adds for a process that drains, and again for one that was killed
+GRACE = 1.0  # seconds for a process that closed its end, to end; ``close`` adds them for a drain, and for a kill
 _MAIL = MAIL // 8
 
 
@@ -106,6 +106,7 @@ class StoreClient:
         self._seen = 0  # packets of the process that were taken
         self._due = -inf  # when it is looked at without any
         self._start_at, self._start_by, self._delay = -inf, inf, 0.0
+        self._end_by = inf  # of a process that closed its end
 
     @property
     def ended(self) -> bool:
@@ -240,6 +241,8 @@ class StoreClient:
         self._send_drops()
         if status is not None:
             self._bury(process, status, now, events)
+        elif now >= self._end_by:
+            process.kill()
         elif self.state is State.STARTING and now >= self._start_by:
             self._kill(process, f"the store's process did not start in {self._limits.start:g} s")
         elif self.state is State.UP and (stuck := self._tickets.stuck(now)) is not None:
@@ -253,8 +256,8 @@ class StoreClient:
             process.close()
             self._kill(process, f"the store's process broke the protocol: {error}")
         else:
-            if packet is not None:  # it closed its end, and can say nothing any more
-                self._dies(process, "died")
+            if packet is not None and self._dies("died"):  # it closed its end, and can say nothing any more
+                self._end_by = now + GRACE  # not killed at once: its status tells why it ended
 
     def _take(self, packet: bytes, now: float, events: list[Event]) -> None:
         kind, number, count, body = unpack(packet)
@@ -271,20 +274,20 @@ class StoreClient:
                 events.append(event)
 
     def _kill(self, process: StoreProcess, why: str) -> None:
-        if self._dies(process, "killed"):
+        if self._dies("killed"):
+            process.kill()
             self.last_error = self._verdict = why
 
-    def _dies(self, process: StoreProcess, how: str) -> bool:
-        """Has the process end. Returns whether it was not dying yet."""
+    def _dies(self, how: str) -> bool:
+        """Notes that the process ends. Returns whether it was not dying yet."""
         if self.state not in (State.STARTING, State.UP):
             return False
-        process.kill()
         self.counts[how] += 1
         self.state = State.DYING
         return True
 
     def _bury(self, process: StoreProcess, status: int, now: float, events: list[Event]) -> None:
-        self._dies(process, "died")
+        self._dies("died")
         process.close()
         self._process = None
         words = f", after: {self._said}" if self._said else ""
@@ -297,7 +300,7 @@ class StoreClient:
     def _start(self, now: float) -> None:
         for word in range(len(self._words)):
             self._words[word] = 0
-        self._seen, self._said, self._verdict, self._tickets.worked = 0, "", "", False
+        self._seen, self._said, self._verdict, self._tickets.worked, self._end_by = 0, "", "", False, inf
         self.counts["starts"] += 1
         files = (self._arena.fd, self._shared.fd)
         try:

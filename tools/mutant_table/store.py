@@ -42,6 +42,8 @@ MUTANTS = (
     *seeded("store/client.py", "store/test_client_lives.py",
         ("units-are-back-before-the-reap", "        if status is not None:\n            self._bury",
          "        if status is not None or self.state is State.DYING:\n            self._bury")),
+    *seeded("store/client.py", "store/test_process.py",
+        ("killed-while-it-ends", "self._end_by = now + GRACE", "self._end_by = now")),
     *seeded("store/threads.py", "store/test_threads.py",
         ("all-loads-end-late", "min(self._loads, key=attrgetter(\"due\"))", "max(self._loads, key=Load.left)"),
         ("nothing-in-doubt-is-read", "            elif self._lanes.in_doubt():\n", "            elif False:\n"),

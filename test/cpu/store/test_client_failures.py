@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from played_store import KEY, Played, ask, fail, found, pieces, restarts, works
 
-from sglang_dsv4.store.client import Limits, State
+from sglang_dsv4.store.client import GRACE, Limits, State
 from sglang_dsv4.store.wire import (
     GET,
     HEAD,
@@ -81,12 +81,14 @@ def test_unread_packets_reset_the_socket_and_the_answers_are_behind_that():
     assert [event[:2] for event in played.passes(1.0)] == [("stored", first), ("failed", second)]
 
 
-def test_a_closed_socket_ends_the_process():
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_closed_socket_ends_the_process(kill):
+    """It ends by itself, with a status that tells why, or is killed when it did not in its time."""
     played = Played().up()
     ticket = played.client.write(pieces(1), KEY)
     played.life.ours.close()
-    assert played.passes(0.1) == []
-    assert (played.client.state, played.life.child.killed) == (State.DYING, True)
+    assert [*played.passes(0.1), *played.passes(GRACE if kill else GRACE - 0.1)] == []
+    assert (played.client.state, played.life.child.killed) == (State.DYING, kill)
     played.life.child.status = 0
     assert [event[:2] for event in played.passes(0.1)] == [("failed", ticket)]
     assert (played.client.counts["died"], played.client.counts["killed"]) == (1, 0)

@@ -54,6 +54,11 @@ def name(key, part):
 if mode == "cannot start":
     say(Kind.OOPS, body=b"no such backend")
     sys.exit(3)
+if mode.startswith("closes its end"):
+    say(Kind.OOPS, body=b"no such backend")
+    end.close()
+    time.sleep(1000 if mode.endswith("never ends") else 0.3)
+    sys.exit(3)
 if mode == "never ready":
     time.sleep(1000)
 say(Kind.READY, body=json.dumps({"pid": os.getpid()}).encode())
@@ -292,6 +297,14 @@ def test_a_process_that_ends_in_its_start_is_started_again_with_back_off(world):
     assert (here.client.counts["died"], here.client.counts["killed"]) == (3, 0)
     here.use("works")
     here.up()
+
+
+@pytest.mark.parametrize(("mode", "status"), [("closes its end", 3), ("closes its end and never ends", -9)])
+def test_a_process_that_closes_its_end_is_killed_only_where_it_does_not_end(world, mode, status):
+    here = world(mode, back_off=(0.1, 0.1))
+    here.until(lambda: here.client.counts["starts"] == 2)
+    assert here.client.last_error == f"the store's process ended with status {status}, after: no such backend"
+    assert (here.client.counts["died"], here.client.counts["killed"]) == (1, 0)
 
 
 def test_a_command_that_is_not_there(world):
