@@ -150,7 +150,9 @@ class Talks(Run):
 
     def _unless_cut(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
         answer = Answer("cut") if self._cut else self.ask(prompt, new_tokens, number)
-        if self._cut and answer.outcome in {"refused", "failed"}:  # aborted
+        if answer.outcome == "unsent" or (
+            self._cut and answer.outcome in {"refused", "failed"}
+        ):  # too late, or aborted
             answer.outcome = "cut"
         return answer
 

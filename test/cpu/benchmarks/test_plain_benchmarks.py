@@ -109,6 +109,25 @@ def test_conversations_that_go_on_are_judged_by_their_sessions(measured, monkeyp
     assert missed(pressure.judge(slow, arguments)) == ["tokens a second, by stock's: median round", LOW_END]
 
 
+def test_a_conversation_that_comes_to_its_time_before_it_is_cut_off_is_cut_off(monkeypatch):
+    """The timer fires late: the first turn is whole, and the second one is not sent any more."""
+    arguments = pressure.parse([*WORDS, *SESSIONS, "--most-seconds", "1000"])
+    talks = pressure.Conversations.of("seed", arguments, arguments.turns, arguments.follow_up)
+    with running(Plain) as url:
+        run = pressure.Talks(talks, arguments, url)
+        asked = run.ask
+
+        def ask(*words):
+            answer = asked(*words)
+            run._ends = 0.0
+            return answer
+
+        monkeypatch.setattr(run, "ask", ask)
+        outcomes = [answer.outcome for answer in run.execute("late").answers]
+    assert outcomes.count("whole") >= 1
+    assert outcomes.count("cut") == len(outcomes) - outcomes.count("whole") > 0
+
+
 def scored(name, load):
     """The row of the scores of ``load``, all alike."""
     values = [[-1.0] * count for count in load.new_tokens]
