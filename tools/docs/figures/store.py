@@ -1,6 +1,6 @@
 """Makes the figures of docs/store.md."""
 
-from figures.of_results import cards, read, table, table_if
+from figures.of_results import Result, cards, read, table, table_if
 
 LIVES = {
     "store-restart": "killed and started again",
@@ -110,12 +110,25 @@ def writes() -> str:
         f"Decode steps [beside writes](results/store-busy.json) of {speed:.1f} GB/s, {cards(result)}: "
         f"p99 is {step:.3f} of that without a store."
     )
-    idle = read("store-idle")
-    if idle is None:
-        return said
-    turns = next(bound for bound in idle["bounds"] if bound["name"].endswith("median turn"))
-    value = f"{turns['value']:.2f}" if turns["ok"] else f"**{turns['value']:.2f}**"
-    return (
-        f"{said}\n\nTurns a second of a small model [whose cache is all on the device](results/store-idle.json), by "
-        f"those without a store: {value} ({turns['bound']}). Each asks the store for its new words, and finds nothing."
-    )
+    hangs, idle = read("store-hangs"), read("store-idle")
+    if hangs is not None:
+        said += (
+            f" [Its process suspended](results/store-hangs.json) under load, {cards(hangs)}: {told(hangs, 'step of')}, "
+            f"and the latest first token {told(hangs, 'latest first token')}: a request waits for its limit, later "
+            "ones are not asked for."
+        )
+    if idle is not None:
+        said += (
+            "\n\nTurns a second of a small model [whose cache is all on the device](results/store-idle.json), by those "
+            f"without a store: {told(idle, 'turns a second, by those without, median')} in the median, "
+            f"{told(idle, 'turns a second, by those without, all')} of all. Each asks the store for its new words, and "
+            "finds nothing."
+        )
+    return said
+
+
+def told(result: Result, begins: str) -> str:
+    """Returns the value of the first bound whose name begins so, and the bound; bold where it is missed."""
+    found = next(bound for bound in result["bounds"] if bound["name"].startswith(begins))
+    value = f"{found['value']:.2f}"
+    return f"{value if found['ok'] else f'**{value}**'} ({found['bound']})"
