@@ -153,6 +153,17 @@ def test_only_new_pages_are_written_and_those_that_failed_come_again() -> None:
     assert not life.tier.units()
 
 
+def test_a_key_of_a_client_that_is_no_utf_8_is_a_key() -> None:
+    """JSON may hold half a surrogate pair, and the engine lets it through."""
+    store = MemoryStore()
+    life = Life(store)
+    halves = [("\ud800", None), ("\ud801", None), (None, "\ud800")]
+    roots = {life.tier.keys.root(namespace) for namespace in halves}
+    assert len(roots) == 3
+    tokens = array("q", [1] * 12 * PAGE)
+    assert life.tier.ask(halves[0], tokens, len(tokens), 0).waits
+
+
 def test_a_point_that_goes_before_it_is_written_leaves_no_window() -> None:
     """Else the store would have a window under pages that are others by then."""
     store = MemoryStore()
