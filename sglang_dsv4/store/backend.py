@@ -135,6 +135,10 @@ class Backend:
         del nbytes
         return True
 
+    def is_full(self) -> bool:
+        """Returns whether a put that was refused found no room."""
+        return False
+
     def _batch(self, call: Callable[..., Any], names: Sequence[str], slots: Sequence[int]) -> list[bool]:
         indices = torch.tensor(slots, dtype=torch.int64)
         told = call([self._transfer(name=self.pool, keys=list(names), host_indices=indices)])[self.pool]
@@ -227,10 +231,19 @@ class FileBackend(Backend):
 
     def room(self, nbytes: int) -> bool:
         """Returns whether the disk keeps its free bytes; where the engine evicts for them, it is the judge."""
-        if not self.least_free or getattr(self.inner._evictor, "min_free_bytes", 0) >= self.least_free:
-            return True
+        return not self.least_free or bool(self._evicts_below()) or self._free() - nbytes >= self.least_free
+
+    def is_full(self) -> bool:
+        """Returns whether one more object would take free bytes that stay, and nothing was left to evict for it."""
+        return self._free() - self.ring.stride < (self._evicts_below() or self.least_free)
+
+    def _free(self) -> int:
         disk = os.statvfs(self.folder)
-        return disk.f_bavail * disk.f_frsize - nbytes >= self.least_free
+        return disk.f_bavail * disk.f_frsize
+
+    def _evicts_below(self) -> int:
+        """Returns the free bytes below which the engine evicts; 0: it does not."""
+        return int(getattr(self.inner._evictor, "min_free_bytes", 0) or 0)
 
     def _file(self, name: str) -> tuple[str, Path]:
         stem = self.inner._get_component_key(name, self.pool)

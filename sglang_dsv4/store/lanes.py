@@ -154,11 +154,12 @@ class Lanes:
         codes = dict.fromkeys(stuck, Code.FAILED)
         if slots:
             done = self._call(PUT, self._backend.put, list(slots), list(slots.values()), group)
-            codes |= {name: Code.OK if ok else Code.FAILED for name, ok in zip(slots, done, strict=True)}
+            refused = Code.FULL if not all(done) and self._call(PUT, self._backend.is_full) else Code.FAILED
+            codes |= {name: Code.OK if ok else refused for name, ok in zip(slots, done, strict=True)}
         for name, code in codes.items():
             if code is Code.OK:
                 self._seen.learn(name)
-        if Code.FAILED in codes.values():
+        if not {Code.FAILED, Code.FULL}.isdisjoint(codes.values()):
             self._seen.forget()
         return codes
 

@@ -16,8 +16,9 @@ import pytest
 
 from sglang_dsv4.store import backend as module
 from sglang_dsv4.store.backend import BackendUnfit, make_backend, start_check, why_not
+from sglang_dsv4.store.lanes import Lanes
 from sglang_dsv4.store.ring import Ring
-from sglang_dsv4.store.wire import Code
+from sglang_dsv4.store.wire import Code, Piece
 
 UNIT, SLOTS = 8192, 8
 NAMES = ["ab" * 32 + "p", "ab" * 32 + "w0", "cd" * 32 + "p"]
@@ -211,6 +212,17 @@ def test_a_disk_keeps_its_free_bytes(made, monkeypatch):
     assert made.make().room(1 << 60), "nothing was asked for"
     evicts = made.make(least_free=50 * 4096, min_free_space=60 * 4096)
     assert evicts.room(1 << 60), "the engine's own eviction keeps more free"
+    assert made.make(least_free=200 * 4096, min_free_space=60 * 4096).room(1 << 60), "an operator's floor is lower"
+
+
+@pytest.mark.parametrize(("free", "code"), [(49, Code.FULL), (60, Code.OK)])
+def test_a_put_that_the_engine_has_no_room_for_tells_a_full_store(made, monkeypatch, free, code):
+    """Without room is not failed: reads go on, and nothing rests."""
+    backend = made.make(least_free=200 * STRIDE, min_free_space=50 * STRIDE)
+    disk = SimpleNamespace(f_bavail=free * STRIDE // 4096, f_frsize=4096, f_blocks=1 << 20)
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    lanes = Lanes(np.zeros(8 * UNIT, np.uint8), UNIT, 2, backend, backend.ring, None, lambda lane: None)
+    assert [*lanes.put(b"g" * 32, [Piece(0, 0, b"k" * 32)], lambda count: None)][-1] == [code]
 
 
 def test_halves_of_killed_writers_are_swept(made):
