@@ -56,11 +56,12 @@ class Patience(NamedTuple):
 
 @dataclass(eq=False)
 class Write:
-    """Holds one slice of a point. group: the key of that point, of the rank with the client."""
+    """Holds one slice of a point. group: the key of that point, of the rank with the client, as ``pieces``."""
 
     copy: HostCopy
+    is_last: bool
     group: bytes = b""
-    pieces: list[Piece] = field(default_factory=list)  # of the rank with the client
+    pieces: list[Piece] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -126,6 +127,7 @@ class Tier:
         self._asked: dict[int, int] = {}  # tickets of the client -> numbers
         self._sent_at = 0.0  # when the last one was sent that a request waits for
         self._to_send: deque[int] = deque()  # writes whose units are not filled yet
+        self._refused = b""  # the group of the last slice that the client did not take
         self._to_ask: deque[int] = deque()  # asks that the client did not take
         self._behind: dict[int, list[int]] = {}  # asks that wait for the read of another one, by its number
         self._to_tell: deque[Told] = deque()
@@ -234,7 +236,8 @@ class Tier:
         if event.name == "found":
             return Told(number, What.FOUND, event.value)
         if event.name == "failed":
-            self.counters.add("units", len(event.units), op, "failed")
+            lost = len(one.pieces) if isinstance(one, Write) else len(event.units)  # copied, too: not stored
+            self.counters.add("units", lost, op, "failed")
             return Told(number, What.FAILED)
         codes = [Code(code) for code in event.value]
         wrong = sorted({code.name.lower() for code in codes if code in WRONG})
@@ -293,7 +296,8 @@ class Tier:
         while self._final and (not self._borrowed or self._borrowed + most <= MOST_BORROWED):
             point = self._final[0]
             if not self._sessions.stands(point):
-                self._next_point("gone")
+                self.counters.add("points", 1, "gone")
+                self._next_point()
                 continue
             if self._todo is None:
                 self._todo = [page for page in self._trie.path(point.page) if page not in self._sent]
@@ -302,12 +306,11 @@ class Tier:
             tail = [] if self._todo else point.tail or []
             self._borrow(point, pages, tail)
             if not self._todo:
-                self._next_point("sent")
+                self._next_point()
 
-    def _next_point(self, outcome: str) -> None:
+    def _next_point(self) -> None:
         self._on_sent(self._final.popleft())
         self._todo = None
-        self.counters.add("points", 1, outcome)
         self._refresh -= 1
         if not self._refresh:
             self._offer_anew()
@@ -319,7 +322,7 @@ class Tier:
         self._refresh = REFRESH
 
     def _borrow(self, point: Point, pages: list[Page], tail: list[int]) -> None:
-        write = Write(self._sessions.lend(point, pages, tail))
+        write = Write(self._sessions.lend(point, pages, tail), is_last=not self._todo)
         self._borrowed += len(pages) + len(tail)
         self._sent.update(pages)
         number = self._number(write)
@@ -342,8 +345,12 @@ class Tier:
             if ticket is None:
                 self.counters.add("units", len(write.pieces), "put", "dropped")
                 self._to_tell.append(Told(number, What.FAILED))
+                self._refused = write.group
             else:
                 self._asked[ticket] = number
+            if write.is_last:
+                self.counters.add("points", 1, "dropped" if self._refused == write.group else "sent")
+                self._refused = b""
 
     def _take_of_write(self, told: Told, write: Write) -> None:
         if not write.copy.released:

@@ -153,6 +153,35 @@ def test_only_new_pages_are_written_and_those_that_failed_come_again() -> None:
     assert not life.tier.units()
 
 
+def test_a_point_counts_as_sent_only_when_the_process_took_all_of_it() -> None:
+    life = Life(MemoryStore())
+    writes, taken = life.client.write, iter([True, False, True, True])
+    life.client.write = lambda pieces, group: writes(pieces, group) if next(taken) else None
+    life.finish(1, 9)
+    life.passes(4)
+    assert life.tier.counters.points == {"sent": 1}
+    life.finish(2, 9)  # as where the process is not there
+    life.passes(4)
+    assert life.tier.counters.points == {"sent": 1, "dropped": 1}
+    life.finish(3, 9)
+    life.passes(4)
+    assert life.tier.counters.points == {"sent": 2, "dropped": 1}
+
+
+def test_units_that_a_process_had_copied_before_it_died_are_counted() -> None:
+    life = Life(MemoryStore())
+    life.finish(1, 9)
+    life.passes(1)
+    copied = life.client.poll()
+    assert [event.name for event in copied] == ["copied"]
+    life.client.fail()
+    lost, life.client.events = [*life.client.events], []
+    told = [copied, lost]
+    life.client.poll = lambda: told.pop(0) if told else ()
+    life.passes(4)
+    assert life.tier.counters.units == {("put", "failed"): 9 + life.sessions.kept.in_tail}
+
+
 def test_a_key_of_a_client_that_is_no_utf_8_is_a_key() -> None:
     """JSON may hold half a surrogate pair, and the engine lets it through."""
     store = MemoryStore()
