@@ -10,8 +10,9 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,12 @@ def join_store(
 def _patience(config: dict[str, Any]) -> Patience:
     named = {"prefetch_timeout_base": BASE, "prefetch_timeout_per_ki_token": PER_KI_TOKEN}
     try:
-        return Patience(*(float(config.get(name, usual)) for name, usual in named.items()))
+        patience = Patience(*(float(config.get(name, usual)) for name, usual in named.items()))
     except (TypeError, ValueError) as error:
         raise SettingError(f"DSV4_STORE_CONFIG: {' and '.join(named)} must be seconds: {error}") from error
+    if not all(0 <= seconds < inf for seconds in patience):  # NaN is neither
+        raise SettingError(f"DSV4_STORE_CONFIG: {' and '.join(named)} must be seconds, and are {patience}")
+    return patience
 
 
 def config_of(settings: Settings) -> dict[str, Any]:
@@ -96,8 +100,8 @@ def config_of(settings: Settings) -> dict[str, Any]:
         raise SettingError(reason)
     needed = ("xxhash", "blake3") if settings.store_secret else ("xxhash",)
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise SettingError(f"DSV4_STORE needs {' and '.join(missing)}: pip install 'sglang-dsv4[store]'")
-    path = config.get("file_storage_path")
+        raise SettingError(f"DSV4_STORE needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    path = folder_of(config)
     if settings.store.backend == "file" and path is not None:
         try:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,6 +116,11 @@ def config_of(settings: Settings) -> dict[str, Any]:
     return config
 
 
+def folder_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the folder of a store of files: the engine's variable comes first."""
+    return os.environ.get(FOLDER) or config.get("file_storage_path")
+
+
 def least_free(folder: str) -> int:
     """Returns the bytes that a store of files leaves free: a tenth of a small disk."""
     return min(LEAST_FREE, shutil.disk_usage(folder).total // 10)
@@ -123,7 +132,7 @@ def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
     parts: dict[str, Any] = {
         "layout": identity.layout(memory.families, buffers.geometry.page_size, memory.units.nbytes),
         "kv": str(pool.dtype),
-        "engine": engine_version().rsplit(".", 1)[0],
+        "engine": ".".join(engine_version().split(".")[:2]),
         "model": _model(settings, args.model_path, args.revision),
         "override": args.json_model_override_args,
         "load": [args.load_format, args.quantization, args.dtype],
@@ -149,7 +158,7 @@ def _client(settings: Settings, config: dict[str, Any], sessions: SessionStore, 
         memory.arena.file, memory.arena.start + memory.arena.nbytes, memory.arena.start, memory.pool.total,
         memory.units.nbytes,
     )  # fmt: skip
-    folder = config.get("file_storage_path") if settings.store.backend == "file" else None
+    folder = folder_of(config) if settings.store.backend == "file" else None
     least = LEAST_FREE if folder is None else least_free(folder)
     return StoreClient(
         arena, sessions.kept.in_tail, settings.store.backend, config, "dsv4", settings.store_secret or None,
@@ -161,7 +170,7 @@ def _wait_until_up(client: StoreClient) -> None:
     """Waits for the store's process: the first requests of a server that comes back are to find it."""
     started = time.monotonic()
     client.poll()
-    while client.state is State.STARTING and time.monotonic() < started + START:
+    while client.state in (State.STARTING, State.DYING) and time.monotonic() < started + START:
         time.sleep(0.01)
         client.poll()
     if client.state is State.UP:

@@ -79,7 +79,7 @@ class Channel:
 
     def oops(self, text: str, ticket: int = 0) -> None:
         """Tells what went wrong."""
-        self.send(Kind.OOPS, ticket, 0, text.encode()[:2000])
+        self.send(Kind.OOPS, ticket, 0, text.encode(errors="replace")[:2000])
 
     def raised(self, error: Exception, ticket: int) -> None:
         """Tells what a backend raised in the work for ``ticket``."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from played_store import Played
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
@@ -15,6 +17,7 @@ from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import Settings, Store, read_settings
 from sglang_dsv4.store import identity
 from sglang_dsv4.store.backend import FOLDER
+from sglang_dsv4.store.client import State
 
 RATIOS = (0, 4, 128)
 
@@ -59,6 +62,34 @@ def test_a_folder_is_made_for_its_owner_alone(tmp_path, caplog: pytest.LogCaptur
     assert "others may read or write" in caplog.text
 
 
+def test_the_folder_of_the_engine_s_variable_is_looked_at(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "first"))
+    config = store_start.config_of(settings(file_storage_path=str(tmp_path / "second")))
+    assert store_start.folder_of(config) == str(tmp_path / "first")
+    assert (tmp_path / "first").stat().st_mode & 0o777 == 0o700 and not (tmp_path / "second").exists()
+    (tmp_path / "first").chmod(0o777)
+    store_start.config_of(settings())
+    assert "others may read or write" in caplog.text
+
+
+def test_a_start_that_failed_says_why(caplog, monkeypatch) -> None:
+    """An import that fails closes the socket some milliseconds before its process has a status."""
+    played = Played()
+
+    def sleep(seconds: float) -> None:
+        played.clock.now += seconds
+        if played.client.state is State.STARTING:
+            played.life.ours.close()
+        else:
+            played.life.child.status = 3
+
+    monkeypatch.setattr(store_start, "time", SimpleNamespace(sleep=sleep, monotonic=played.clock))
+    store_start._wait_until_up(played.client)
+    assert "it does not start, and is tried again while the server runs: the store's process ended with status 3" in (
+        caplog.text
+    )
+
+
 def test_what_stops_the_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match="DSV4_STORE=shm: it keeps nothing"):
         store_start.config_of(settings("shm"))
@@ -69,13 +100,16 @@ def test_what_stops_the_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None
         store_start.config_of(settings(folder=str(tmp_path / "file" / "below")))
     with pytest.raises(SettingError, match="must be seconds"):
         store_start._patience({"prefetch_timeout_base": "soon"})
+    for seconds in (float("nan"), float("inf"), -1):
+        with pytest.raises(SettingError, match="must be seconds, and are"):
+            store_start._patience({"prefetch_timeout_per_ki_token": seconds})
     assert store_start._patience({"prefetch_timeout_base": 2}).seconds(2048) == 2 + 2 * store_start.PER_KI_TOKEN
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(SettingError, match=f"{FOLDER}.*unset one of them"):
         store_start.config_of(settings(folder=str(tmp_path / "other")))
     monkeypatch.delenv(FOLDER)
     monkeypatch.setattr(store_start, "find_spec", lambda name: None)
-    with pytest.raises(SettingError, match=r"needs xxhash and blake3: pip install 'sglang-dsv4\[store\]'"):
+    with pytest.raises(SettingError, match="needs xxhash and blake3: pip install xxhash blake3"):
         store_start.config_of(replace(settings(folder=str(tmp_path)), store_secret=b"a secret of some bytes"))
 
 
