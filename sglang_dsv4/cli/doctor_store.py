@@ -22,7 +22,6 @@ from sglang_dsv4.cli.tables import size
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.store.backend import FOLDER
-from sglang_dsv4.store.client import LEAST_FREE
 from sglang_dsv4.store.wire import Code
 
 COMMAND = (sys.executable, "-c", "from sglang_dsv4.cli.doctor_store_node import main; main()")
@@ -57,8 +56,8 @@ def store() -> Checks:
         yield Check("store", FAIL, found, todo or "change DSV4_STORE or DSV4_STORE_CONFIG", REFUSES)
         return
     if not settings.sessions.kept:
-        todo = "unset DSV4_SESSIONS: a store keeps sessions"
-        yield Check("store", WARN, "DSV4_SESSIONS=off: nothing is written or read", todo, BREAKS)
+        todo = "unset DSV4_SESSIONS: there a store keeps sessions"
+        yield Check("store", WARN, "DSV4_SESSIONS=off: plain and prefill servers write and read nothing", todo, BREAKS)
     if settings.store.backend == "file":
         yield from _folder(config)
     yield from _secret(settings)
@@ -70,10 +69,12 @@ def store() -> Checks:
 
 def _folder(config: Mapping[str, Any]) -> Checks:
     """Checks the folder of a store of files."""
-    name, first, given = "store folder", os.environ.get(FOLDER), config.get("file_storage_path")
-    if first and given and first != given:
-        yield Check(name, WARN, f"{FOLDER}={first} comes before {given}", f"unset {FOLDER}")
-    path = Path(first or given or "")
+    from sglang_dsv4.engine.store_start import folder_of, least_free  # noqa: PLC0415 - it imports the engine
+
+    name, given = "store folder", config.get("file_storage_path")
+    path = Path(folder_of(config) or "")
+    if given and path != Path(given):
+        yield Check(name, WARN, f"{FOLDER}={path} comes before {given}", f"unset {FOLDER}")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = path.stat()
     if about.st_uid != os.geteuid():
@@ -83,22 +84,26 @@ def _folder(config: Mapping[str, Any]) -> Checks:
     if mode & OTHERS:
         todo = f"chmod 700 {path}: who reads it has the cache of prompts, who writes it can spoil it"
         yield Check("store folder's mode", WARN, f"{path} has mode {mode:o}: others may use it", todo)
-    yield _disk(path, f"{path}, owner {about.st_uid}, mode {mode:o}", config)
+    yield _disk(path, f"{path}, owner {about.st_uid}, mode {mode:o}", config, least_free(str(path)))
 
 
-def _disk(path: Path, found: str, config: Mapping[str, Any]) -> Check:
-    """Returns whether the disk has room. found: of the folder."""
+def _disk(path: Path, found: str, config: Mapping[str, Any], least: int) -> Check:
+    """Returns whether the disk has room. found: of the folder. least: bytes that a store leaves free."""
     disk, name = os.statvfs(path), "store disk"
     free = disk.f_bavail * disk.f_frsize
-    found, evicts = f"{found}, {size(free)} free", config.get("min_free_space") == str(LEAST_FREE)
-    if free < LEAST_FREE and evicts:
-        return Check(name, WARN, f"{found}; old sessions go until {size(LEAST_FREE)} are free", "free some of the disk")
-    if free < LEAST_FREE:
+    found, floor = f"{found}, {size(free)} free", str(config.get("min_free_space", 0))
+    evicts = floor != "0"
+    if evicts:  # the engine does, below the server's own floor in bytes, or an operator's ("5G")
+        least = int(floor) if floor.isdigit() else 0
+    keeps = size(least) if least else floor
+    if free < least and evicts:
+        return Check(name, WARN, f"{found}; old sessions go until {keeps} are free", "free some of the disk")
+    if free < least:
         todo = "free some, or name a folder of a larger disk"
-        return Check(name, FAIL, f"{found}; {size(LEAST_FREE)} stay free, so nothing is written", todo, BREAKS)
+        return Check(name, FAIL, f"{found}; {keeps} stay free, so nothing is written", todo, BREAKS)
     most = f"at most {config['max_size']} are used" if config.get("max_size") else "it grows (max_size)"
     then = "then old sessions go" if evicts else "then nothing is written"
-    return Check(name, OK, f"{found}; {most} until {size(LEAST_FREE)} are free, {then}")
+    return Check(name, OK, f"{found}; {most} until {keeps} are free, {then}")
 
 
 def _secret(settings: Settings) -> Checks:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import pytest
 
 from sglang_dsv4.cli import doctor_store, doctor_store_node
 from sglang_dsv4.cli.main import main
+from sglang_dsv4.engine import store_start
+from sglang_dsv4.settings import read_settings
 from sglang_dsv4.store import lanes
 from sglang_dsv4.store.backend import FOLDER, FileBackend
 from sglang_dsv4.store.wire import Code
@@ -129,18 +132,26 @@ def test_a_folder_that_others_use_is_warned_of(here, folder, monkeypatch, tmp_pa
 
 
 def test_a_disk_without_room_fails_though_the_store_works(here, folder, monkeypatch):
-    monkeypatch.setattr(doctor_store, "LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(store_start, "least_free", lambda _: 1 << 60)
+    monkeypatch.setenv("DSV4_STORE_CONFIG", '{"min_free_space": "0"}')
     checks = found()
     assert troubles(checks) == {"disk": "fail"} and "nothing is written" in checks["disk"].found
     assert checks["disk"].breaks.startswith("sessions in a store")
 
 
 def test_where_the_engine_evicts_for_the_floor_a_full_disk_is_warned_of(folder, monkeypatch):
-    config = {"min_free_space": str(doctor_store.LEAST_FREE)}
-    assert "then old sessions go" in doctor_store._disk(folder, "", config).found
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
-    check = doctor_store._disk(folder, "", config)
-    assert (check.status, check.breaks) == ("warn", "") and "old sessions go until 16.0 GiB are free" in check.found
+    """A server's own floor is a tenth of a small disk."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=80 << 30))
+    monkeypatch.setenv("DSV4_STORE", str(folder))
+    config = store_start.config_of(read_settings())
+    disk = SimpleNamespace(f_bavail=9 << 18, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    assert "until 8.0 GiB are free, then old sessions go" in doctor_store._disk(folder, "", config, 8 << 30).found
+    disk.f_bavail = 7 << 18
+    check = doctor_store._disk(folder, "", config, 8 << 30)
+    assert (check.status, check.breaks) == ("warn", "") and "old sessions go until 8.0 GiB are free" in check.found
+    check = doctor_store._disk(folder, "", {"min_free_space": "5G"}, 8 << 30)
+    assert check.status == "ok" and "until 5G are free, then old sessions go" in check.found
 
 
 def test_a_variable_of_the_engine_that_comes_first_is_told(here, monkeypatch, tmp_path):
