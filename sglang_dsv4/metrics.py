@@ -255,7 +255,7 @@ class StoreCounters(Counts):
         "outcome", known=("hit", "late", "room", "miss", "failed"),
     )  # fmt: skip
     tokens: int = counter("store_tokens_total", "Tokens whose cache was read from a store.")
-    is_open: int = gauge("store_open", "1 while nothing is sent to a store, because it failed.")
+    is_open: int = gauge("store_open", "1 while nothing is sent to a store, because its answers failed.")
     is_up: int = gauge("store_up", "1 while the process of a store works.")
 
 

@@ -181,7 +181,7 @@ TABLE: dict[str, Setting] = {
         _choice("auto", "off"),
         "auto",
         "retracted requests of a server without disaggregation; auto: restored from the host copy, on tested releases; "
-        "off: prefilled again by the engine, and no host memory is reserved",
+        "off: prefilled again by the engine, and no host memory is reserved; sessions and stores of all servers end",
     ),
     "sessions": Setting(
         "DSV4_SESSIONS",

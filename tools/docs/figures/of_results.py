@@ -45,6 +45,13 @@ def bound(result: Result, name: str) -> float:
     return float(next(entry["value"] for entry in result["bounds"] if entry["name"] == name))
 
 
+def told(result: Result, begins: str) -> str:
+    """Returns the value of the first bound whose name begins so, and the bound; bold where it is missed."""
+    found = next(bound for bound in result["bounds"] if bound["name"].startswith(begins))
+    value = f"{found['value']:.2f}"
+    return f"{value if found['ok'] else f'**{value}**'} ({found['bound']})"
+
+
 def cards(result: Result) -> str:
     """Returns the cards that a result's command used, of those of its machine: "one H200"."""
     words = shlex.split(result["command"])

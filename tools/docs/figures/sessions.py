@@ -1,6 +1,6 @@
 """Makes the figures of docs/sessions.md."""
 
-from figures.of_results import Result, cards, read, table_if, there
+from figures.of_results import Result, cards, read, table_if, there, told
 
 PACKAGE, STOCK = "with this package", "stock"
 AGENTS = {
@@ -125,9 +125,16 @@ def in_saves(result: Result, size: int) -> float:
 def million() -> str:
     """Returns first and later turns of two conversations of a million tokens."""
     result = read("sessions-1m")
-    rows = [] if result is None else [
+    if result is None:
+        return ""
+    rows = [
         (what, *(f"{row[key] / 1e3:,.1f} s" for row in result["rows"]))
         for what, key in (("first turn", "cold_first_token_p50_ms"), ("later turn", "first_token_p50_ms"))
-    ]  # fmt: skip
+    ]
     made = table_if(("first token, median", "stock", "sessions", "stock, session on the device"), rows)
-    return made and f"Two conversations of a million tokens by turns, on a device that holds one and a half:\n\n{made}"
+    return (
+        f"[Two conversations of a million tokens](results/sessions-1m.json) by turns, {cards(result)}, on a device "
+        f"that holds one and a half:\n\n{made}\n\nA later turn by the first one: "
+        f"{told(result, 'first token of a later turn')}, by one on the device: "
+        f"{told(result, 'first token, median, by that on')}. Stock finds a part of each."
+    )

@@ -1,6 +1,6 @@
 """Makes the figures of docs/store.md."""
 
-from figures.of_results import Result, cards, read, table, table_if
+from figures.of_results import cards, read, table, table_if, told
 
 LIVES = {
     "store-restart": "killed and started again",
@@ -121,14 +121,7 @@ def writes() -> str:
         said += (
             "\n\nTurns a second of a small model [whose cache is all on the device](results/store-idle.json), by those "
             f"without a store: {told(idle, 'turns a second, by those without, median')} in the median, "
-            f"{told(idle, 'turns a second, by those without, all')} of all. Each asks the store for its new words, and "
-            "finds nothing."
+            f"{told(idle, 'turns a second, by those without, all')} of all, {told(idle, 'median turn, low end')} at "
+            "the low end of the median's interval. Each asks the store for its new words, and finds nothing."
         )
     return said
-
-
-def told(result: Result, begins: str) -> str:
-    """Returns the value of the first bound whose name begins so, and the bound; bold where it is missed."""
-    found = next(bound for bound in result["bounds"] if bound["name"].startswith(begins))
-    value = f"{found['value']:.2f}"
-    return f"{value if found['ok'] else f'**{value}**'} ({found['bound']})"
