@@ -102,7 +102,8 @@ class PreallocQueue(DecodePreallocQueue):
         if self.host is not None:
             self._drop_useless_copies(self.host)
         recompute.send_held(self)
-        resumed = super().resume_retracted_reqs(hisparse.within_hot_rows(self, rids_to_check))
+        with hisparse.within_hot_rows(self, rids_to_check):
+            resumed = super().resume_retracted_reqs(rids_to_check)
         hisparse.admit(self, resumed)
         if rids_to_check is None:
             self._admit_finished_transfers()

@@ -16,8 +16,8 @@ only as many as there are hot rows for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,15 +56,27 @@ def adopting(allocator: Any, copy: HostCopy | None) -> AbstractContextManager[No
     return nullcontext() if kept is None or copy is None else kept.adopting(copy)
 
 
-def within_hot_rows(queue: Any, rids: Iterable[str] | None) -> Any:
-    """Returns the ids of ``rids`` (None: all) that may resume now: each has hot rows, beside those for transfers."""
+@contextmanager
+def within_hot_rows(queue: Any, rids: Iterable[str] | None) -> Iterator[None]:
+    """Hides retracted requests of ``rids`` (None: all) that have no hot rows, beside those for transfers, meanwhile.
+
+    Not by their ids: two requests may have one, where several processes take requests.
+    """
     kept = kept_rows_of(queue.token_to_kv_pool_allocator)
     if kept is None:
-        return rids
+        yield
+        return
     free = queue.token_to_kv_pool_allocator.hisparse_attn_allocator.available_size()
-    count = free // kept.hot_rows - len(queue.transfer_queue.queue)
-    wanted = [req.rid for req in queue.retracted_queue if rids is None or req.rid in rids]
-    return wanted[: max(0, count)]
+    count = max(0, free // kept.hot_rows - len(queue.transfer_queue.queue))
+    before = queue.retracted_queue
+    wanted = [req for req in before if rids is None or req.rid in rids]
+    hidden = {id(req) for req in wanted[count:]}
+    queue.retracted_queue = [req for req in before if id(req) not in hidden]
+    try:
+        yield
+    finally:
+        left = hidden | {id(req) for req in queue.retracted_queue}
+        queue.retracted_queue = [req for req in before if id(req) in left]
 
 
 def admit(queue: Any, reqs: Iterable[Any]) -> None:

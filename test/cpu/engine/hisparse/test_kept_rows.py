@@ -144,6 +144,22 @@ def test_a_request_waits_until_there_are_hot_rows() -> None:
         world.check_history(req)
 
 
+def test_two_requests_of_one_id_wait_for_hot_rows_of_two() -> None:
+    """Each tokenizer worker knows its own ids alone."""
+    world = HiSparseWorld(hot_pages=4)
+    first, second = world.admit(700, "same"), world.admit(500, "other")
+    second.rid = "same"
+    world.park(first)
+    third = world.admit(300, "third")
+    world.park(second)
+    assert world.resume() == [first] and world.queue.retracted_queue == [second]
+    world.finish(third)
+    assert world.resume() == [second] and world.queue.retracted_queue == []
+    second.rid = "other"
+    for req in (first, second):
+        world.check_history(req)
+
+
 def test_transfers_have_hot_rows_before_who_was_retracted() -> None:
     world = HiSparseWorld(hot_pages=4)
     first, _ = world.admit(700, "first"), world.admit(500, "second")
