@@ -22,6 +22,7 @@ for variable in [name for name in os.environ if name.startswith("DSV4_")]:
 from sglang_dsv4.engine.hooks import PARTS, install
 from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.testing import standalone
 from sglang_dsv4.testing.standalone import boot, install_hooks
 
@@ -83,9 +84,11 @@ def _page_layout(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _engine_state():
     """Each test leaves default server arguments to the next; pools read them when they are built. Booting takes 5 ms,
-    more than most tests: only what has booted otherwise, a pool for instance, is followed by it."""
+    more than most tests: only what has booted otherwise, a pool for instance, is followed by it. Weights are those of
+    the start again, else no later test has a store."""
     before = standalone._kept.get("override")
     yield
+    server.weight_version = server.clean_version = 0
     if standalone._kept.get("override") is not before:
         boot()
 
