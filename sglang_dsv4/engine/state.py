@@ -117,6 +117,7 @@ class RequestState:
     draft_state: Any = None  # inputs of its next drafts, on their way to the host
     counted: Counted | None = None  # for its penalties
     restored: int | None = None  # tokens with which it came back on a plain server, while it publishes nothing
+    namespace: Any = None  # its keys, and the name that sessions have for them
     found: Any = None  # its last look-up in the sessions
     hints: Any = None  # about its session
     ask: Any = None  # its question to the store

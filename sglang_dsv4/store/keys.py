@@ -43,6 +43,8 @@ def marked(part: Hashable) -> bytes:
     """Encodes one part of a namespace, so that no two namespaces are alike; None is not ""."""
     if part is None:
         return b"\0"
+    if isinstance(part, bytes):  # the hash of a long key, which no key is
+        return b"\2" + len(part).to_bytes(8, "little") + part
     raw = str(part).encode(errors="surrogatepass")  # a client's key may hold half a surrogate pair
     return b"\1" + len(raw).to_bytes(8, "little") + raw
 

@@ -18,6 +18,7 @@ MUTANTS = (
         ("copied-units-of-a-dead-process-uncounted", "len(one.pieces) if isinstance(one, Write) else len(event.units)",
          "len(event.units)")),
     *seeded("store/keys.py", "store/test_tier.py",
+        ("hash-of-a-long-key-is-a-client-s-too", "    if isinstance(part, bytes):", "    if False:"),
         ("half-a-surrogate-ends-the-scheduler", '.encode(errors="surrogatepass")', ".encode()")),
     *seeded("store/threads.py", "store/test_worker.py",
         ("trouble-that-is-no-utf-8-is-not-told", 'text.encode(errors="replace")', "text.encode()")),

@@ -15,6 +15,7 @@ is hooked: before each pass ``sweep`` looks up those that are still in the queue
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from sglang_dsv4.sessions.store import SessionStore
 if TYPE_CHECKING:
     from sglang_dsv4.store.tier import Tier
 
+LONGEST_KEY = 256  # characters
 NAME = "dsv4_plain"  # attribute of the pool
 
 
@@ -190,6 +192,19 @@ def tokens_between(req: Any, start: int, stop: int) -> Any:
     return req.origin_input_ids[start:stop] + req.output_ids[max(0, start - prompt) : max(0, stop - prompt)]
 
 
-def namespace(req: Any) -> tuple[Any, Any]:
-    """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
-    return req.extra_key, req.cache_salt
+def namespace(req: Any) -> tuple[str | bytes | None, str | bytes | None]:
+    """Returns the name of the requests that may have each other's cache.
+
+    The engine's tree has the keys themselves. Here a name outlives it, in memory that nobody counts: a long key, which
+    is a client's, is known by its hash.
+    """
+    given, state = (req.extra_key, req.cache_salt), request_state(req)
+    if state.namespace is None or state.namespace[0] != given:
+        state.namespace = given, (_short(req.extra_key), _short(req.cache_salt))
+    return state.namespace[1]
+
+
+def _short(key: str | None) -> str | bytes | None:
+    if key is None or len(key) <= LONGEST_KEY:
+        return key
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()

@@ -187,8 +187,9 @@ def test_a_key_of_a_client_that_is_no_utf_8_is_a_key() -> None:
     store = MemoryStore()
     life = Life(store)
     halves = [("\ud800", None), ("\ud801", None), (None, "\ud800")]
-    roots = {life.tier.keys.root(namespace) for namespace in halves}
-    assert len(roots) == 3
+    hashed = [(b"a hash", None), ("a hash", None), (str(b"a hash"), None)]
+    roots = {life.tier.keys.root(namespace) for namespace in [*halves, *hashed]}
+    assert len(roots) == 6
     tokens = array("q", [1] * 12 * PAGE)
     assert life.tier.ask(halves[0], tokens, len(tokens), 0).waits
 

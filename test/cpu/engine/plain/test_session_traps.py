@@ -49,6 +49,21 @@ def lost(world, tokens=1300, answer=4, **arguments):
     return req
 
 
+def test_a_long_key_of_a_client_is_not_kept_with_its_session():
+    """It would stay as long as the session, beside the memory that DSV4_HOST_GB bounds."""
+    world, store = world_with_sessions()
+    keys = [f"{number}" + "x" * 1_000_000 for number in range(3)]
+    for key in keys:
+        lost(world, extra_key=key)
+    names = [part for known in store.trie._namespaces.values() for part in known.name if part]
+    assert store.points == len({*names}) == 3 and sum(map(len, names)) < 1000
+    for number, key in enumerate(keys, 1):
+        lost(world, extra_key=key)
+        assert hits(store)[0] == number
+    lost(world, extra_key=keys[0] + "x")
+    assert hits(store)[0] == 3, "another tenant's"
+
+
 def hits(store):
     """Returns how often a request went on, and the tokens that it did not prefill."""
     return sum(store.counters.hits.values()), store.counters.tokens
