@@ -32,7 +32,8 @@ from sglang_dsv4.store.backend import FOLDER, why_not
 from sglang_dsv4.store.client import LEAST_FREE, WORKER, Arena, State, StoreClient
 from sglang_dsv4.store.keys import Keys
 from sglang_dsv4.store.process import Early, launch
-from sglang_dsv4.store.tier import Patience, Tier
+from sglang_dsv4.store.tier import Tier
+from sglang_dsv4.store.work import Patience
 
 START = 60.0  # seconds that a server's start waits for the store's process, which imports the engine
 BASE, PER_KI_TOKEN = 0.1, 0.03  # seconds: half of a prefill of Flash on an H100

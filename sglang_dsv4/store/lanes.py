@@ -20,7 +20,7 @@ from sglang_dsv4.store.backend import Backend
 from sglang_dsv4.store.keys import chain, hasher, object_name
 from sglang_dsv4.store.ring import Ring
 from sglang_dsv4.store.seal import check, seal
-from sglang_dsv4.store.wire import GET, PAGE, PUT, Code, Piece, Question
+from sglang_dsv4.store.wire import GET, PAGE, PUT, WRONG, Code, Piece, Question
 
 BATCH = 16  # objects a call of the backend; single ones are several times slower over a network
 SLOTS = 2 * BATCH  # of the ring: those of writes, then those of reads
@@ -28,7 +28,6 @@ AHEAD = 2 * BATCH  # objects of a load that the backend is told of before they a
 MOST_ASKED = 1024  # names a call
 MOST_SEEN = 1 << 16  # names that are remembered
 LASTS = 600.0  # seconds; then the backend is asked again, and takes it for use
-WRONG = {Code.NO_SEAL, Code.ANOTHER, Code.WRONG}  # of an object that failed its check
 
 
 class Job(NamedTuple):

@@ -17,8 +17,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_dsv4.hostmem.board import NAMED
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
@@ -28,7 +27,8 @@ from sglang_dsv4.sessions.trie import Page, Point
 from sglang_dsv4.store.client import State, StoreClient
 from sglang_dsv4.store.keys import Keys
 from sglang_dsv4.store.told import Told, What
-from sglang_dsv4.store.wire import PAGE, Code, Piece, Question, Spot
+from sglang_dsv4.store.wire import PAGE, WRONG, Code, Piece, Question, Spot
+from sglang_dsv4.store.work import Ask, Patience, Write
 
 logger = logging.getLogger(__name__)
 
@@ -40,57 +40,6 @@ PAUSE = 5e-5  # seconds between two looks for an answer: other threads of this p
 QUIET = 10.0  # seconds between two warnings of a store that fails
 _KEPT: list[HostCopy] = []  # of processes that could not be reaped: they may write to them for ever
 STORED = (Code.OK, Code.KNOWN)
-WRONG = (Code.NO_SEAL, Code.ANOTHER, Code.WRONG)
-
-
-class Patience(NamedTuple):
-    """Says how many seconds a request waits for a store: base, and for each 1,024 tokens that it may spare."""
-
-    base: float
-    per_ki_token: float
-
-    def seconds(self, tokens: int) -> float:
-        """Returns the limit of a request that may spare ``tokens``."""
-        return self.base + self.per_ki_token * tokens / 1024
-
-
-@dataclass(eq=False)
-class Write:
-    """Holds one slice of a point. group: the key of that point, of the rank with the client, as ``pieces``."""
-
-    copy: HostCopy
-    is_last: bool
-    group: bytes = b""
-    pieces: list[Piece] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Ask:
-    """Holds the question of one prompt. waits: its request is not admitted meanwhile.
-
-    have, count: pages of the last point that is here, and of the prompt. end: pages that the store has. copy: is being
-    filled. ticket: of the client; sent: when it was sent what it has not answered; 0: nothing. limit: when it is late,
-    on this rank's clock.
-    """
-
-    namespace: Hashable
-    tokens: array[int]
-    have: int
-    count: int
-    started: float
-    limit: float
-    waits: bool = True
-    late: bool = False
-    end: int = 0
-    copy: HostCopy | None = None
-    ticket: int | None = None
-    sent: float = 0.0
-
-    def covers(self, other: Ask, page: int) -> bool:
-        """Returns whether the copy here is of all pages that ``other`` found."""
-        tokens = other.end * page
-        same = self.copy is not None and self.namespace == other.namespace and self.end >= other.end
-        return same and self.tokens[:tokens] == other.tokens[:tokens]
 
 
 class Tier:

@@ -56,6 +56,9 @@ class Code(IntEnum):
     FULL = 7  # a write: too little free disk
 
 
+WRONG = frozenset({Code.NO_SEAL, Code.ANOTHER, Code.WRONG})  # of an object that failed its check
+
+
 class Piece(NamedTuple):
     """Names a unit of the arena and the object that it is written to. key: of the chain at its page."""
 

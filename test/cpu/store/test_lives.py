@@ -19,7 +19,7 @@ from sglang_dsv4.engine.plain import store as plain_store
 from sglang_dsv4.engine.plain.store import ask, kept_back
 from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.store import tier as tier_module
-from sglang_dsv4.store.tier import Patience
+from sglang_dsv4.store.work import Patience
 from sglang_dsv4.testing import demo_sessions
 
 VOCABULARY = 50_000
@@ -146,6 +146,12 @@ def test_another_tenant_or_model_finds_nothing(monkeypatch):
         salted = {} if salt is None else {"cache_salt": salt}
         got = [req.cached_tokens for req in go_on(world, rng, said, **salted)]
         assert all(got) if found else not any(got), (salt, model)
+    version = store_start.engine_version()
+    for release, found in (("0.4.9", False), (f"{version}.post1", True)):
+        monkeypatch.setattr(store_start, "engine_version", lambda release=release: release)
+        world, _, _ = start(monkeypatch, objects)
+        got = [req.cached_tokens for req in go_on(world, rng, said, cache_salt="a")]
+        assert all(got) if found else not any(got), release
 
 
 def test_a_request_that_waits_holds_up_no_other_and_leaves_by_an_abort(monkeypatch):

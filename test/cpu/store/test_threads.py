@@ -1,14 +1,16 @@
 """The thread that reads takes loads in the order in which they are due, and what is in doubt behind them."""
 
+import os
 import queue
+import socket
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from sglang_dsv4.store.threads import Getter, Packet
-from sglang_dsv4.store.wire import Code, Kind, Question, Spot, pack_question, pack_spots
+from sglang_dsv4.store.threads import Channel, Getter, Packet
+from sglang_dsv4.store.wire import CONTROL, MAIL, Code, Kind, Question, Spot, pack_question, pack_spots, unpack
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,12 @@ def test_what_is_in_doubt_is_read_when_no_load_waits():
     getter.run()
     end.cancel()
     assert done == [1, (5, [Code.OK] * 2), 2, 3]
+
+
+def test_trouble_with_a_folder_whose_name_is_no_utf_8_is_told():
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, ours:
+        shared = np.zeros(CONTROL, np.uint8)
+        Channel(theirs, shared).oops("no room in " + os.fsdecode(b"/caf\xe9"), 7)
+        assert unpack(ours.recv(4096)) == (Kind.OOPS, 7, 0, b"no room in /caf?")
+        assert shared.view(np.int64)[MAIL // 8] == 1

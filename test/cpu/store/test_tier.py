@@ -27,7 +27,8 @@ from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings, Store
 from sglang_dsv4.store import tier as tier_module
 from sglang_dsv4.store.keys import Keys
-from sglang_dsv4.store.tier import Patience, Tier
+from sglang_dsv4.store.tier import Tier
+from sglang_dsv4.store.work import Patience
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 PAGE = 256

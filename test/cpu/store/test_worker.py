@@ -462,13 +462,6 @@ def test_a_store_that_fails_the_check_does_not_start(start, orders):
     assert Kind.READY not in [kind for kind, *_ in one.inbox]
 
 
-def test_a_store_that_fails_in_a_folder_whose_name_is_no_utf_8_says_so(start):
-    folder = os.fsdecode(os.fsencode(start.folder) + b"/caf\xe9")
-    one = start(config={"file_storage_path": folder, "min_free_space": str(1 << 60)})
-    assert b"could not be put" in one.wait(Kind.OOPS)[1]
-    assert one.ends() == 1
-
-
 def test_a_refused_backend_says_why(start):
     one = start(backend="simm", config={})
     assert b"batch_get_v2; choose one of file, mooncake, nixl" in one.wait(Kind.OOPS)[1]

@@ -45,11 +45,16 @@ def bound(result: Result, name: str) -> float:
     return float(next(entry["value"] for entry in result["bounds"] if entry["name"] == name))
 
 
-def told(result: Result, begins: str) -> str:
-    """Returns the value of the first bound whose name begins so, and the bound; bold where it is missed."""
-    found = next(bound for bound in result["bounds"] if bound["name"].startswith(begins))
-    value = f"{found['value']:.2f}"
-    return f"{value if found['ok'] else f'**{value}**'} ({found['bound']})"
+def told(result: Result, begins: str, digits: int = 2) -> str:
+    """Returns the value of the first bound whose name begins so, and its limit; nothing where a run has none.
+
+    A value that misses its limit is bold.
+    """
+    for found in result["bounds"]:
+        if found["name"].startswith(begins):
+            value = f"{found['value']:.{digits}f}"
+            return f"{value if found['ok'] else f'**{value}**'} ({found['bound']})"
+    return ""
 
 
 def cards(result: Result) -> str:

@@ -36,21 +36,12 @@ def agent_bounds() -> str:
     runs = there(AGENTS)
     columns = [(name, context) for name, result in runs.items() for context in contexts(result)]
     rows = [
-        (what, *(agent_bound(runs[name], f"{what}, at {context} tokens", digits) for name, context in columns))
+        (what, *(told(runs[name], f"{what}, at {context} tokens", digits) for name, context in columns))
         for what, digits in AGENT_BOUNDS.items()
     ]
     rows = [row for row in rows if any(row[1:])]
     head = ("bound", *(f"{AGENTS[name]}, {context // 1024}K" for name, context in columns))
     return table_if(head, rows if runs else [])
-
-
-def agent_bound(result: Result, name: str, digits: int) -> str:
-    """Returns the value and the limit of a bound; nothing where a run has none of that name."""
-    for entry in result["bounds"]:
-        if entry["name"] == name:
-            value = f"{entry['value']:.{digits}f}"
-            return f"{value if entry['ok'] else f'**{value}**'} ({entry['bound']})"
-    return ""
 
 
 IDLE = {
@@ -65,7 +56,7 @@ def idle() -> str:
     result = read("sessions-idle")
     rows = [] if result is None else [
         (f"[six layers, {context // 1024}K](results/sessions-idle.json), {cards(result)}",
-         *(agent_bound(result, name.format(context), 3) for name in IDLE))
+         *(told(result, name.format(context), 3) for name in IDLE))
         for context in contexts(result)
     ]  # fmt: skip
     return table_if(("turns a second, by stock's", *IDLE.values()), rows)
@@ -109,7 +100,7 @@ def crowd() -> str:
     """Returns one row a number of running requests that never come back."""
     rows = [
         (f"[{size} running{of}](results/{name}.json), {cards(result)}",
-         *(agent_bound(result, bound.format(size), 2) for bound in CROWD), f"{in_saves(result, size):.1%}")
+         *(told(result, bound.format(size), 2) for bound in CROWD), f"{in_saves(result, size):.1%}")
         for name, of in CROWDS.items() if (result := read(name)) is not None
         for size in sorted({row["size"] for row in result["rows"]})
     ]  # fmt: skip

@@ -11,6 +11,7 @@ PAIRS = {
     "pd-store-agents": "64K tokens of Flash's shape, 500 new words a turn",
     "pd-store-busy": "2K, 16 at a time, 200 new words a turn",
 }
+PREFILLED = "tokens prefilled for a later turn, by its new words"
 FIRST, GAP = "first token of a later turn, median, by that without", "gap between tokens, p99, by that without"
 NAMES = {"with a store": "this package", "stock with HiCache's files": "stock, HiCache's files"}
 
@@ -71,14 +72,10 @@ def pairs() -> str:
         result = read(name)
         if result is None:
             continue
-        ours, others = (row for row in result["rows"] if row["run"].startswith("all rounds"))
-        bounds = {bound["name"]: bound for bound in result["bounds"]}
-        values = [
-            f"{bound['value']:.2f}" if bound["ok"] else f"**{bound['value']:.2f}** ({bound['bound']})"
-            for bound in (bounds[name] for name in (FIRST, GAP))
-        ]
-        prefilled = f"{ours['prefilled_by_new']:.2f}; {others['prefilled_by_new']:.2f} without"
-        rows.append((f"[{said}](results/{name}.json), {cards(result)}", prefilled, *values))
+        others = next(row for row in result["rows"] if row["run"] == "all rounds without")
+        prefilled = f"{told(result, PREFILLED)}; {others['prefilled_by_new']:.2f} without"
+        which = f"[{said}](results/{name}.json), {cards(result)}"
+        rows.append((which, prefilled, told(result, FIRST), told(result, GAP)))
     head = ("a pair with a store", "tokens prefilled by new words", "first token of a later turn, by that without",
             "gap between tokens, p99, by that without")  # fmt: skip
     return table_if(head, rows)
