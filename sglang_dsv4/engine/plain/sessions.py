@@ -40,7 +40,7 @@ from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
 
 Original = Callable[..., Any]
-MOST_SAVES = 48  # of one pass, beyond which no answer is kept: 15 ms of the scheduler
+MOST_SAVES = 24  # of one pass, beyond which no answer is kept: 7 ms of the scheduler
 MOST_PAGES = 128  # new ones of a prompt that are kept between two of its chunks: 2 ms of the link
 
 logger = logging.getLogger(__name__)
