@@ -302,7 +302,7 @@ class Long(Scene):
 
     def run(self, url: str, size: int, seed: str, counts: bool) -> Measured:
         """Measures from the request on, until two seconds behind its answer."""
-        body = self.prompts(seed, 1, size if counts else min(size, CONTEXT), 1)
+        body = self.prompts(seed, 1, size, 1)  # kernels compile for the lengths of its chunks
         with Decodes(url, BESIDE, seed, self.arguments) as beside:
             start = time.monotonic()
             whole, _ = count_whole(url, body, 1, self.arguments.timeout)
