@@ -17,7 +17,7 @@ from sglang_dsv4.engine.state import request_state
 from sglang_dsv4.sessions.store import FEWEST_TOKENS
 
 GLANCE = 0.004  # seconds; most answers take 2 ms
-SHARE, MOST = 0.1, 0.05  # of the pass before, where nothing runs beside the prefill; seconds
+SHARE, MOST = 0.2, 0.1  # of the pass before, where nothing runs beside the prefill; seconds
 
 
 def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
@@ -57,7 +57,7 @@ def glance(plain: PlainServing, scheduler: Any, running: Any) -> float:
     """Returns how many seconds of this pass may go by for answers: none without a prefill in flight.
 
     Else an answer comes a moment after this pass, which has nothing to launch then, and waits for that prefill. A
-    prefill server, or one between the chunks of a lone prompt, gives a tenth of the pass before, which may have
+    prefill server, or one between the chunks of a lone prompt, gives a fifth of the pass before, which may have
     launched many layers one by one: prompts whose reads end together are launched together.
     """
     now = time.monotonic()
