@@ -160,8 +160,8 @@ def early_send() -> Checks:
         return
     boot()
     switch = early_send_switch()
-    if settings_or_defaults().layout == "page-major" and engine_release().nixl_gets_the_event:
-        yield Check("early send", OK, "a page-major prefill server waits for the forward that writes what it sends")
+    if settings_or_defaults().enabled and engine_release().nixl_gets_the_event:
+        yield Check("early send", OK, "with this package a prefill server sends over NIXL what has been written")
     elif not switch.get():
         yield Check("early send", OK, f"{switch.name}=0: what is sent has been written")
     else:

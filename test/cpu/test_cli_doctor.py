@@ -160,8 +160,8 @@ def test_an_older_python_fails(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "status"),
     [
-        ({}, "warn"), ({EARLY_SEND: "0"}, "ok"),
-        ({"DSV4_LAYOUT": "page-major"}, "ok" if engine_release().nixl_gets_the_event else "warn"),
+        ({"DSV4_ENABLED": "0"}, "warn"), ({EARLY_SEND: "0"}, "ok"),
+        ({}, "ok" if engine_release().nixl_gets_the_event else "warn"),
     ],
     ids=str,
 )  # fmt: skip
@@ -181,6 +181,7 @@ def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status)
 ], ids=str)  # fmt: skip
 def test_it_is_said_for_servers_that_send_over_nixl(findings, monkeypatch, words, warned):
     monkeypatch.delenv(EARLY_SEND, raising=False)
+    monkeypatch.setenv("DSV4_ENABLED", "0")
     behind = ["--", "--model-path", "V4", *" ".join(words).split()] if words else []
     assert ("early send" in findings(*behind)[1]) is warned
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.engine.early_send import send_what_was_loaded
 from sglang_dsv4.engine.plain import room
 from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of, tokens_between
 from sglang_dsv4.engine.plain.store import ask
@@ -239,14 +240,10 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
 
 
 def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs AROUND Scheduler.maybe_send_cached_prefix_chunk of a prefill server.
-
-    A prefix that no forward was launched behind may not be written yet, and others may share it: it is sent with the
-    rest, later.
-    """
+    """Runs AROUND Scheduler.maybe_send_cached_prefix_chunk of a prefill server."""
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is not None and plain.sessions is not None and plain.sessions.loaded:
-        return engine_release().keep_early_send(original, scheduler, req)
+        return send_what_was_loaded(original, scheduler, req, *args, **kwargs)
     return original(scheduler, req, *args, **kwargs)
 
 

@@ -109,7 +109,7 @@ def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(target: str, ou
 FUNCTIONS = [  # but for one that takes keywords alone
     hook for hook in HOOKS_HERE if hook.kind != "replace" and not hook.target.endswith(".attach_canary_buffers")
 ]
-CHANGED = {"add_transfer_request": "kv_indices"}  # what a hook passes on in another form
+CHANGED = {"add_transfer_request": "kv_indices", "transfer_worker": "queue"}  # what a hook passes on in another form
 
 
 class Foreign(int):

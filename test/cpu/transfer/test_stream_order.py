@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -11,6 +13,7 @@ from builders import DEVICE, Served, served
 from clocks import Race
 from ordered_card import OrderedCard, ordered_card
 
+from sglang_dsv4.engine.early_send import send_what_was_loaded
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.transfer import copier as copier_module
 from sglang_dsv4.transfer import locate as locate_module
@@ -110,6 +113,33 @@ def test_saves_and_loads(monkeypatch, card: OrderedCard, world: Served, ring: st
             buffer[0, 0].clone()  # the next forward
         oracle.compare(wanted[number], oracle.read(world.pool, place.slots, place.n, number))
     torch.zeros(8)
+
+
+@pytest.mark.parametrize("behind", ["the load", "the forwards alone"])
+def test_a_prefix_that_was_loaded_is_sent_behind_its_load(card: OrderedCard, world: Served, behind: str):
+    """A prefill server sends it before the next forward; the worker reads it on a stream of its own."""
+    copier, request = card.copier(world.side, world.memory), world.start(1_024, slot=1)
+    copy = world.memory.allocate(1_024, world.side.geometry)
+    copier.save(copy, world.request(request)).check()
+    written, worker = card.Event(), card.Stream()
+
+    def early_send(scheduler, req):
+        written.record(scheduler.forward_stream)
+
+    scheduler = SimpleNamespace(
+        transfer_backend=SimpleNamespace(value="mooncake"), enable_overlap=True,
+        forward_stream=card.forward, schedule_stream=card.main,
+    )  # fmt: skip
+    copier.load(copy, world.request(request))
+    if behind == "the load":
+        send_what_was_loaded(early_send, scheduler, None)
+    else:
+        early_send(scheduler, None)
+    worker.wait_event(written)
+    rows = next(iter(oracle.buffers(world.pool).values()))
+    with card.stream(worker), nullcontext() if behind == "the load" else pytest.raises(Race, match="written by copy_"):
+        rows.clone()
+    card.main.wait_stream(worker)
 
 
 def test_a_copier_that_dies_while_its_copies_are_on_their_way(card: OrderedCard, world: Served):
