@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.cache.family import Family, Group
-from sglang_dsv4.cache.packed import Tail
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 Int64s = npt.NDArray[np.int64]
@@ -59,20 +58,6 @@ class Spans:
     def position_of(self, span: int, row: int) -> int:
         """Returns the token position of row number ``row`` of span number ``span``."""
         return int(self.positions[span]) + row * self.family.ratio
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Holds a row family's spans, cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
-
-    device: byte offset in a device buffer. host: byte offset from the start of a layer in the tail. spans: the span
-    each run belongs to.
-    """
-
-    device: Int64s
-    host: Int64s
-    rows: Int64s
-    spans: Int64s
 
 
 def _runs(pages: Int64s, rows: Int64s, tile: int) -> tuple[Int64s, Int64s]:
@@ -148,19 +133,3 @@ def check_place(geometry: Geometry, place: Place, window: bool) -> None:
             f"position {start + int(unmapped[0])} of {place.tokens} is inside the window of "
             f"{geometry.window} but has no SWA slot"
         )
-
-
-def segments(spans: Spans, tail: Tail) -> Segments:
-    """Cuts ``spans``, of a family with rows in ``tail``, by plane: one run per plane and span, in this order."""
-    family = spans.family
-    start = spans.pages * family.page_bytes
-    device, host = [], []
-    for number, plane in enumerate(family.planes):
-        device.append(start + family.row_offset(number, spans.rows))
-        host.append(tail.in_layer(family, number) + spans.live_rows * plane.row_bytes)
-    times = len(family.planes)
-    order = np.arange(len(spans), dtype=np.int64)
-    return Segments(
-        np.concatenate(device), np.concatenate(host), np.concatenate([spans.counts] * times),
-        np.concatenate([order] * times),
-    )  # fmt: skip

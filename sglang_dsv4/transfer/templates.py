@@ -18,7 +18,7 @@ import torch
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.packed import Tail
-from sglang_dsv4.cache.rows import Int64s, Place, Spans, find_spans, segments
+from sglang_dsv4.cache.rows import Int64s, Place, Spans, find_spans
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from triton_ops.copy_rows import EMPTY, FIELDS
 
@@ -86,20 +86,18 @@ def build_template(buffers: DeviceBuffers, tokens: int, save: bool) -> Int64s:
 
 def _segments(buffers: DeviceBuffers, tail: Tail, spans: Spans) -> list[tuple[int, ...]]:
     """Builds one segment a span and plane, in the order of FIELDS."""
-    family, runs = spans.family, segments(spans, tail)
-    start, stride = tail.offset(family, 0, 0), tail.layer_bytes(family)
-    found: list[tuple[int, ...]] = []
-    for number, (device, host, rows) in enumerate(
-        zip(runs.device.tolist(), runs.host.tolist(), runs.rows.tolist(), strict=True)
-    ):
-        plane = number // len(spans)
+    family = spans.family
+    first, stride = buffers.first_row_buffer[family.name], tail.layer_bytes(family)
+    columns = [column.tolist() for column in (spans.pages, spans.rows, spans.counts, spans.live_rows)]
+    return [
         # The sample's page number is the one that the segment follows: 0 the slot, 1 and 2 the window's pages.
-        follows, in_page = divmod(device, family.page_bytes)
-        found.append((
-            buffers.first_row_buffer[family.name], len(family.layers), in_page, start + host,
-            stride, rows, family.planes[plane].row_bytes, family.planes[plane].row_bytes, follows, family.page_bytes,
-        ))  # fmt: skip
-    return found
+        (
+            first, len(family.layers), family.row_offset(plane, row), tail.offset(family, 0, plane, live),
+            stride, count, piece.row_bytes, piece.row_bytes, follows, family.page_bytes,
+        )
+        for plane, piece in enumerate(family.planes)
+        for follows, row, count, live in zip(*columns, strict=True)
+    ]  # fmt: skip
 
 
 def _resets(buffers: DeviceBuffers, spans: Spans) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from made_families import family_sets
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.packed import Tail
-from sglang_dsv4.cache.rows import Place, Spans, find_spans, segments
+from sglang_dsv4.cache.rows import Place, Spans, find_spans
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 RATIOS = (0, 4, 128, 4, 128)
@@ -154,7 +154,7 @@ def test_wrong_lengths_are_refused(n):
 
 @settings(max_examples=40, deadline=None)
 @given(pool=family_sets(), n=st.sampled_from((1, 5, 129, 257, 300, 385, 1000)))
-def test_segments_are_the_bytes_of_the_rows(pool, n):
+def test_spans_are_the_bytes_of_the_rows(pool, n):
     g, members = pool
     p = place(n, seed=n, reach=reach_of(g), page=g.page_size)
     for spans in find_spans(g, members, p):
@@ -174,13 +174,13 @@ def test_segments_are_the_bytes_of_the_rows(pool, n):
             for position, (page, row, _, live_row) in oracle(g, family, p).items()
             for number, plane in enumerate(family.planes)
         }
-        runs, found = segments(spans, Tail.of(members, n)), {}
-        for k, span in enumerate(runs.spans.tolist()):
-            number = k // len(spans)  # one plane after the other
-            width = family.planes[number].row_bytes
-            assert runs.rows[k] == spans.counts[span]
-            for row in range(int(runs.rows[k])):
-                key = (number, spans.position_of(span, row))
-                assert key not in found
-                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * width)
+        tail, found = Tail.of(members, n), {}
+        columns = (spans.pages, spans.rows, spans.counts, spans.live_rows)
+        for span, (page, row, count, live_row) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            for number in range(len(family.planes)):
+                for k in range(count):
+                    key = (number, spans.position_of(span, k))
+                    assert key not in found
+                    there = page * family.page_bytes + family.row_offset(number, row + k)
+                    found[key] = (there, tail.in_layer(family, number, live_row + k))
         assert found == wanted, family.name
