@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,8 @@ from triton_ops.prep_args import (
 
 SMALLEST_ROWS = 16
 MOST_SHAPES = 512
+LONGS = ("c4_out_locs", "c128_out_locs")  # int64; all other fields are int32
+WRITES = ("c4_write", "c128_write")  # of steps that verify drafts
 
 
 class Shape(NamedTuple):
@@ -44,7 +46,7 @@ class Views(NamedTuple):
 
 
 class Frame:
-    """Keeps one step's memory. Views of one shape are made, and their metadata checked, once."""
+    """Keeps one step's memory. Views of one shape are made once."""
 
     def __init__(self, layout: PrepLayout, device: torch.device) -> None:
         self._layout, self._device = layout, device
@@ -82,62 +84,45 @@ class Frame:
 
 def size_of(layout: PrepLayout, shape: Shape) -> int:
     """Returns the bytes that ``cut`` needs."""
-    return sum(nbytes for _, nbytes in _parts(layout, shape))
+    return sum(_nbytes(name, size) for name, size in _sizes(layout, shape).items())
 
 
 def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
     """Cuts the first ``size_of`` bytes of ``memory``, uint8 and 16-byte aligned, into one tensor a field."""
-    width = shape.width
     rows = shape.requests * shape.queries
-    parts, end = {}, 0
-    for name, nbytes in _parts(layout, shape):
-        parts[name] = memory[end : end + nbytes]
-        end += nbytes
-
-    def ints(name: str, *size: int) -> torch.Tensor:
-        return parts[name].view(torch.int32)[: math.prod(size)].view(*size)
-
-    def longs(name: str) -> torch.Tensor:
-        return parts[name].view(torch.int64)[:rows]
-
-    head = ints("head", head_size(shape.requests, rows))
-    vectors = head[: VECTORS * pitch(rows)].view(VECTORS, -1)
-    outputs = Outputs(
-        vectors=vectors,
-        query_starts=head[VECTORS * pitch(rows) :],
-        page_table=ints("page_table", rows, width),
-        swa_indices=ints("swa_indices", rows, layout.window),
-        swa_out_locs=ints("swa_out_locs", rows),
-        c4_out_locs=longs("c4_out_locs"),
-        c4_sparse=ints("c4_sparse", rows, layout.topk),
-        c128_out_locs=longs("c128_out_locs"),
-        c128_indices=ints("c128_indices", rows, c128_width(layout, width)),
-        c4_plan=ints("c4_plan", rows, 4),
-        c128_plan=ints("c128_plan", rows, 4),
-        c4_write=ints("c4_write", rows, 2) if shape.verify else None,
-        c128_write=ints("c128_write", rows, 2) if shape.verify else None,
-    )
-    return Views(head, outputs, _metadata(outputs, rows).check(layout))
+    parts, end = dict[str, Any](), 0
+    for name, size in _sizes(layout, shape).items():
+        part = memory[end : end + _nbytes(name, size)].view(torch.int64 if name in LONGS else torch.int32)
+        parts[name] = part[: math.prod(size)].view(size)
+        end += _nbytes(name, size)
+    head, behind = parts.pop("head"), VECTORS * pitch(rows)
+    if not shape.verify:
+        parts |= dict.fromkeys(WRITES)
+    outputs = Outputs(head[:behind].view(VECTORS, -1), head[behind:], **parts)
+    return Views(head, outputs, _metadata(outputs, rows))
 
 
-def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:
-    """Returns (name, bytes) of every part of a frame, each 16-byte aligned as a vector is."""
+def _sizes(layout: PrepLayout, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Returns the size of the head, then of every field of ``Outputs`` behind it."""
     rows = shape.requests * shape.queries
-    entries = {
-        "head": head_size(shape.requests, rows),
-        "page_table": rows * shape.width,
-        "swa_indices": rows * layout.window,
-        "swa_out_locs": rows,
-        "c4_out_locs": 2 * rows,
-        "c4_sparse": rows * layout.topk,
-        "c128_out_locs": 2 * rows,
-        "c128_indices": rows * c128_width(layout, shape.width),
-        "c4_plan": 4 * rows,
-        "c128_plan": 4 * rows,
-        "c4_write": 2 * rows,
-        "c128_write": 2 * rows,
+    return {
+        "head": (head_size(shape.requests, rows),),
+        "page_table": (rows, shape.width),
+        "swa_indices": (rows, layout.window),
+        "swa_out_locs": (rows,),
+        "c4_out_locs": (rows,),
+        "c4_sparse": (rows, layout.topk),
+        "c128_out_locs": (rows,),
+        "c128_indices": (rows, c128_width(layout, shape.width)),
+        "c4_plan": (rows, 4),
+        "c128_plan": (rows, 4),
+        **dict.fromkeys(WRITES, (rows, 2)),
     }
-    return [(name, pitch(count) * 4) for name, count in entries.items()]
+
+
+def _nbytes(name: str, size: tuple[int, ...]) -> int:
+    """Returns the bytes of a part, 16-byte aligned as a vector is."""
+    return pitch(math.prod(size) * (2 if name in LONGS else 1)) * 4
 
 
 def _metadata(outputs: Outputs, rows: int) -> StepMetadata:

@@ -7,10 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.step import INDEX_ALIGNMENT, PrepLayout
-
-PLAN_BYTES, WRITE_PLAN_BYTES = 16, 8
 
 
 class CompressPlan(NamedTuple):
@@ -92,43 +89,9 @@ class StepMetadata:
     c4: CompressPlan
     c128: CompressPlan
 
-    def check(self, layout: PrepLayout) -> StepMetadata:
-        """Returns itself.
-
-        Raises IndexMismatch for the first field of another dtype or shape, or scattered in memory.
-        """
-        rows, width = self.page_table.shape
-        requests = self.query_starts.shape[0] - 1
-        verifies = self.c4.write is not None
-        if requests < 1 or rows % requests:
-            raise IndexMismatch(f"{rows} rows are no multiple of {requests} requests")
-        tables = {
-            "query_starts": (requests + 1,),
-            "page_table": (rows, width),
-            "swa_indices": (rows, layout.window),
-            "c4_sparse_indices": (rows, layout.topk),
-            "c128_indices": (rows, c128_width(layout, width)),
-        }
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, CompressPlan):
-                _check(f"{name}.plan", value.plan, torch.uint8, (rows, PLAN_BYTES))
-                if verifies:
-                    _check(f"{name}.write", value.write, torch.uint8, (rows, WRITE_PLAN_BYTES))
-            else:
-                dtype = torch.int64 if name in {"c4_out_locs", "c128_out_locs"} else torch.int32
-                _check(name, value, dtype, tables.get(name, (rows,)))
-        return self
-
 
 def c128_width(layout: PrepLayout, width: int) -> int:
     """Returns the columns of ``c128_indices`` for a page table of ``width`` pages."""
     if not layout.c128:
         return 0
     return -(-width * (layout.page // 128) // INDEX_ALIGNMENT) * INDEX_ALIGNMENT
-
-
-def _check(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        found = "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-        raise IndexMismatch(f"{name} must be contiguous {dtype} {list(shape)}, not {found}")
