@@ -5,6 +5,7 @@ Kubernetes Service called ``dsv4-decode`` puts ``DSV4_DECODE_SERVICE_HOST`` and 
 over. Any other unknown variable stops no server.
 """
 
+# ruff: noqa: RUF009 - the fields' functions make fields
 from __future__ import annotations
 
 import contextlib
@@ -78,12 +79,9 @@ class Store(NamedTuple):
     folder: str = ""
 
 
-NO_STORE = Store()
-
-
 def _store(text: str) -> Store:
     if text == "off":
-        return NO_STORE
+        return Store()
     if "/" in text:
         if not Path(text).is_absolute():
             raise ValueError("must be an absolute folder, the name of a storage backend, or off")
@@ -146,111 +144,90 @@ class Setting:
     meaning: str
 
 
-TABLE: dict[str, Setting] = {
-    "enabled": Setting("DSV4_ENABLED", _flag, "1", "0 leaves the engine's own retraction untouched"),
-    "host_gb": Setting(
-        "DSV4_HOST_GB",
+def setting(parse: Callable[[str], Any], default: str, meaning: str, **options: Any) -> Any:
+    """Returns a field of ``Settings``, and of the table: parser, default as text, meaning. options: of the field."""
+    row = {"parse": parse, "default": default, "meaning": meaning}
+    return field(default_factory=lambda: parse(default), metadata=row, **options)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds the parsed settings; a field names its variable, ``host_gb`` DSV4_HOST_GB."""
+
+    enabled: bool = setting(_flag, "1", "0 leaves the engine's own retraction untouched")
+    host_gb: float | None = setting(
         _gigabytes,
         "auto",
         "pinned host memory for copies, GiB an arena: one for the ranks of a machine with the same cache, else one a "
         "rank; auto: room for the whole device cache, at most half of the free RAM shared by the machine's arenas",
-    ),
-    "share": Setting(
-        "DSV4_SHARE",
+    )
+    share: str = setting(
         _choice("auto", "off"),
         "auto",
         "sharing of one arena by the tensor-parallel ranks of a machine, each saving its part of a request; auto: if "
         "they hold the same cache and can open each other's memory; off: an arena a rank",
-    ),
-    "transfer": Setting(
-        "DSV4_TRANSFER",
+    )
+    transfer: str = setting(
         _choice("auto", "torch"),
         "auto",
         "copier; auto: kernels and the copy engine on CUDA, the torch reference elsewhere; torch: the reference on any "
         "device",
-    ),
-    "prep": Setting(
-        "DSV4_PREP",
+    )
+    prep: str = setting(
         _choice("auto", "off"),
         "auto",
         "builder of decode metadata; auto: this package, on tested releases, in graphs with one kernel and in eager "
         "steps on a stream of its own beside the forward before (docs/prep.md); off: the engine",
-    ),
-    "plain": Setting(
-        "DSV4_PLAIN",
+    )
+    plain: str = setting(
         _choice("auto", "off"),
         "auto",
         "retracted requests of a server without disaggregation; auto: restored from the host copy, on tested releases; "
         "off: prefilled again by the engine, and no host memory is reserved; sessions and stores of all servers end",
-    ),
-    "sessions": Setting(
-        "DSV4_SESSIONS",
+    )
+    sessions: Sessions = setting(
         _sessions,
         "plain",
         "finished requests whose cache stays in the host memory of DSV4_HOST_GB, for the next turn; plain: of plain "
         "servers, in all of it that no retracted request holds; auto: of prefill servers, too; a number: as auto, in "
         "at most so many GiB; off: of none",
-    ),
-    "store": Setting(
-        "DSV4_STORE",
+    )
+    store: Store = setting(
         _store,
         "off",
         "store that outlives the server, to which sessions are written and from which they come back (docs/store.md); "
         "a folder: files in it; a name: that storage backend of the engine, with DSV4_STORE_CONFIG; off: none",
-    ),
-    "store_config": Setting(
-        "DSV4_STORE_CONFIG",
+    )
+    store_config: dict[str, Any] = setting(
         _store_config,
         "{}",
         "configuration of the store's backend, JSON as for --hicache-storage-backend-extra-config, or @FILE with it",
-    ),
-    "store_model": Setting(
-        "DSV4_STORE_MODEL",
+    )
+    store_model: str = setting(
         str,
         "auto",
         "name of the model in the store's keys; auto: a digest of its configuration and weights, so that no other "
         "model's cache is taken for its own",
-    ),
-    "store_secret": Setting(
-        "DSV4_STORE_SECRET",
+    )
+    store_secret: bytes = setting(
         _secret,
         "",
         "@FILE with a secret that the servers of a store share: keys and seals are made with it, and who does not have "
         "it can cause misses alone",
-    ),
-    "layout": Setting(
-        "DSV4_LAYOUT",
+        repr=False,
+    )
+    layout: str = setting(
         _choice("stock", "page-major"),
         "stock",
         "page order of the compressed KV pools on a server that sends or receives them; page-major: the layers of a "
         "page together, which move in few pieces, on both ends (docs/page-major.md); stock: the engine's",
-    ),
-    "verify": Setting(
-        "DSV4_VERIFY",
-        _flag,
-        "0",
-        "1 re-reads every load and compares it with the saved copy, byte for byte (slow)",
-    ),
-}
+    )
+    verify: bool = setting(
+        _flag, "0", "1 re-reads every load and compares it with the saved copy, byte for byte (slow)"
+    )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Holds the parsed settings; ``TABLE`` explains each."""
-
-    enabled: bool = True
-    host_gb: float | None = None
-    share: str = "auto"
-    transfer: str = "auto"
-    prep: str = "auto"
-    plain: str = "auto"
-    sessions: Sessions = PLAIN_SERVERS
-    store: Store = NO_STORE
-    store_config: dict[str, Any] = field(default_factory=dict)
-    store_model: str = "auto"
-    store_secret: bytes = field(default=b"", repr=False)
-    layout: str = "stock"
-    verify: bool = False
+TABLE = {each.name: Setting(PREFIX + each.name.upper(), **each.metadata) for each in fields(Settings)}
 
 
 def read_enabled(environ: Mapping[str, str]) -> bool:
@@ -279,7 +256,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if nearest:
             raise SettingError(f"unknown setting {name}: did you mean {nearest}? Rename it or unset it")
         _warn_unknown(name)
-    return Settings(**{field.name: _read(TABLE[field.name], environ) for field in fields(Settings)})
+    return Settings(**{name: _read(row, environ) for name, row in TABLE.items()})
 
 
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
