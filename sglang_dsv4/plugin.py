@@ -7,7 +7,7 @@ it is and import none of it.
 
 from __future__ import annotations
 
-from sglang_dsv4.engine.hooks.install import after_import
+from sglang_dsv4.engine.hooks.install import after_import, watch_for_a_pool, watch_for_sizes
 
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 SIZES = "sglang.srt.model_executor.pool_configurator"
@@ -15,17 +15,5 @@ SIZES = "sglang.srt.model_executor.pool_configurator"
 
 def install() -> None:
     """Watches for the first DeepSeek-V4 pool of this process; called by the engine."""
-    after_import(POOLS, _watch)
-    after_import(SIZES, _watch_sizes)
-
-
-def _watch(pools: object) -> None:
-    from sglang_dsv4.engine.hooks.install import watch_for_a_pool  # noqa: PLC0415
-
-    watch_for_a_pool(pools)
-
-
-def _watch_sizes(configurators: object) -> None:
-    from sglang_dsv4.engine.hooks.install import watch_for_sizes  # noqa: PLC0415
-
-    watch_for_sizes(configurators)
+    after_import(POOLS, watch_for_a_pool)
+    after_import(SIZES, watch_for_sizes)

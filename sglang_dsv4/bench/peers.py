@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sglang_dsv4.bench.subject import SETS, Subject, wall
-from sglang_dsv4.testing.page_kernels import page_kernel
 
 
 def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
@@ -76,6 +75,19 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
             kernel(sides[0][f.name], sides[1][f.name], sides[2], sides[3], f.page_bytes, len(f.layers))
 
     return wall(lambda i: move(i, True), count), wall(lambda i: move(i, False), count)
+
+
+def page_kernel() -> Callable[..., Any] | None:
+    """Returns the engine's page kernel; None where it is not built.
+
+    Its arguments: ``(source table, target table, source pages, target pages, page bytes, layers)``.
+    """
+    try:
+        from sgl_kernel.kvcacheio import transfer_kv_all_layer_mla as kernel  # noqa: PLC0415
+    except ImportError:
+        return None
+    found: Callable[..., Any] = kernel
+    return found
 
 
 def gather(device: str, rows: int = 65536, pages: int = 1024, size: int = 2**30) -> dict[str, float]:

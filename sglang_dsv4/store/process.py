@@ -9,7 +9,6 @@ import socket
 import subprocess
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -18,19 +17,6 @@ from sglang_dsv4.store.wire import CONTROL, MOST_BYTES
 SOCKET_BYTES = 1 << 20  # of packets that wait on either side
 ENDS = 1.0  # seconds for a process that was killed and holds nothing
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # torch is loaded there, a device never
-
-
-class Child(Protocol):
-    """Does what is asked of a subprocess.Popen."""
-
-    def poll(self) -> int | None:
-        """Reaps it if it ended; returns its status then."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end, or raises subprocess.TimeoutExpired."""
-
-    def kill(self) -> None:
-        """Sends SIGKILL unless it was reaped."""
 
 
 class SharedMemory:
@@ -53,7 +39,7 @@ class SharedMemory:
 class StoreProcess:
     """Holds a process and the scheduler's end of its socket."""
 
-    def __init__(self, child: Child, end: socket.socket) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], end: socket.socket) -> None:
         """Takes both over."""
         self._child, self._socket = child, end
         end.setblocking(False)
