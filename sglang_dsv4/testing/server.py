@@ -105,7 +105,10 @@ class ServerSpec:
 
 
 class Silence:
-    """Takes every call and says nothing; attributes that are set stay."""
+    """Takes every call and says nothing; what is given are its attributes."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -117,6 +120,7 @@ class Outbox(Silence):
     """Keeps the messages to the tokenizer: (message, request)."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.messages: list[tuple[Any, Any]] = []
 
     def send_output(self, message: Any, req: Any = None) -> None:
@@ -155,8 +159,7 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
     args = get_context().server_args
     scheduler = object.__new__(Scheduler)
     runner = SimpleNamespace(prefill_aware_swa=False, attn_backend=None, max_token_pool_size=spec.pages * PAGE)
-    worker = Silence()
-    vars(worker).update(model_runner=runner, is_hybrid_swa=True)
+    worker = Silence(model_runner=runner, is_hybrid_swa=True)
     model = SimpleNamespace(
         vocab_size=VOCABULARY, is_encoder_decoder=False, is_multimodal=False, context_len=spec.context,
         hf_config=SimpleNamespace(), hf_eos_token_id=None, think_end_ids=None, think_end_id=None,
@@ -224,10 +227,8 @@ def _draft_worker(pool: Any) -> Any:
     """Stands in for the worker where the engine finds the draft's pool."""
     if pool is None:
         return None
-    worker = Silence()
-    runner = SimpleNamespace(token_to_kv_pool=pool)
-    vars(worker).update(primary_draft_kv_pool=pool, draft_worker=SimpleNamespace(draft_runner=runner))
-    return worker
+    draft = SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=pool))
+    return Silence(primary_draft_kv_pool=pool, draft_worker=draft)
 
 
 def _no_grammars() -> SimpleNamespace:
@@ -236,13 +237,11 @@ def _no_grammars() -> SimpleNamespace:
     )
 
 
-def _no_metrics() -> Any:
-    metrics = Silence()
-    vars(metrics).update(
+def _no_metrics() -> Silence:
+    return Silence(
         enable_metrics=False, num_retracted_reqs=0, num_generated_tokens=0, forward_ct_decode=0,
         is_stats_logging_rank=False, current_scheduler_metrics_enabled=False,
     )  # fmt: skip
-    return metrics
 
 
 def _no_beams() -> SimpleNamespace:

@@ -27,9 +27,10 @@ from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.testing.forward import Forward, WrongRows
 from sglang_dsv4.testing.integrity import Pages, check_requests, check_tree, poison
 from sglang_dsv4.testing.ledger import Part, left_by_prefill, locations, parts
-from sglang_dsv4.testing.server import PAGE, WINDOW, ServerSpec, build_memory, build_scheduler
+from sglang_dsv4.testing.server import PAGE, WINDOW, ServerSpec, Silence, build_memory, build_scheduler
 
 IDLE = 4  # passes without a batch after which nothing more is going to happen
+NO_STREAMS = SimpleNamespace(Stream=Silence, StreamContext=contextlib.nullcontext)  # a device module without any
 
 
 class Stuck(RuntimeError):
@@ -66,7 +67,7 @@ class PlainWorld:
     def start(self) -> None:
         """Runs the start between a server's memory and its first request, where hooks reserve theirs."""
         scheduler, dispatch, carries = self.scheduler, engine.dispatch_event_loop, Drafts.carries_draft_hidden_states
-        vars(scheduler).update(device_module=_NoStreams(), schedule_stream=_NoStream(), forward_stream=_NoStream())
+        vars(scheduler).update(device_module=NO_STREAMS, schedule_stream=Silence(), forward_stream=Silence())
         engine.dispatch_event_loop = lambda _: None
         Drafts.carries_draft_hidden_states = lambda _: False  # else it looks up the width of a model's hidden state
         try:
@@ -288,21 +289,3 @@ class PlainWorld:
 
 def _probe(tokens: Sequence[int]) -> Any:
     return Req("probe", "", array("q", tokens), SamplingParams(max_new_tokens=1), vocab_size=VOCABULARY)
-
-
-class _NoStream:
-    def synchronize(self) -> None:
-        """Does nothing: no work is queued on a CPU."""
-
-    def wait_stream(self, _: Any) -> None:
-        """Does nothing: there is no stream to wait for."""
-
-
-class _NoStreams:
-    """Stands in for a device module without streams."""
-
-    def Stream(self, **_: Any) -> _NoStream:  # noqa: N802
-        return _NoStream()
-
-    def StreamContext(self, stream: Any) -> Any:  # noqa: N802
-        return contextlib.nullcontext(stream)

@@ -22,8 +22,8 @@ from sglang_dsv4.engine.plain.start import start_plain_serving
 from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.testing.integrity import poison
 from sglang_dsv4.testing.ledger import live_from, locations
-from sglang_dsv4.testing.server import PAGE
-from sglang_dsv4.testing.world import PlainWorld, _NoStream, _NoStreams
+from sglang_dsv4.testing.server import PAGE, Silence
+from sglang_dsv4.testing.world import NO_STREAMS, PlainWorld
 
 ARGS = {
     "disaggregation_mode": "decode", "disaggregation_transfer_backend": "nixl",
@@ -41,7 +41,7 @@ class DecodeWorld(PlainWorld):
     def start(self) -> None:
         scheduler = self.scheduler
         vars(scheduler).update(
-            device_module=_NoStreams(), schedule_stream=_NoStream(), forward_stream=_NoStream(),
+            device_module=NO_STREAMS, schedule_stream=Silence(), forward_stream=Silence(),
             kv_checksum_computer=None, disaggregation_mode=DisaggregationMode.DECODE,
             disagg_decode_transfer_queue=SimpleNamespace(
                 queue=[], pop_transferred=list, has_pending_deferred_releases=lambda: False
