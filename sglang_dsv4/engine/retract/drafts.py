@@ -127,7 +127,11 @@ def restore_draft_state(req: Any) -> None:
     fitting = [state for state, length in zip(coming.states, lengths, strict=True) if length == coming.saved]
     if fitting:
         for name, values in fitting[0].items():
-            setattr(req, CARRIED[name], values[0].clone())  # pinned memory is for the next one: making it may wait
+            # Where the transfer left it: the engine stacks it with those of requests that arrive. Pinned memory is for
+            # the next one: making it may wait.
+            given = getattr(req, CARRIED[name], None)
+            device = values.device if given is None else given.device
+            setattr(req, CARRIED[name], values[0].to(device, copy=True))
     elif not server.draft_inputs.told:
         server.draft_inputs.told = True
         logger.warning(

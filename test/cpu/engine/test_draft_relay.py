@@ -344,6 +344,17 @@ def test_nothing_is_kept_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> N
     assert server.draft_inputs.step is None
 
 
+@both
+def test_a_state_comes_back_to_where_the_transfer_left_it(overlap: bool) -> None:
+    """On the card, with some of Mooncake's memory: the engine stacks it with those of requests that arrive."""
+    decoder, _, goes = two(overlap, steps=2)
+    for name in drafts.CARRIED.values():  # "meta" stands for the card
+        setattr(goes, name, getattr(goes, name).to("meta"))
+    decoder.retract(goes)
+    assert decoder.world.resume() == [goes]
+    assert {getattr(goes, name).device.type for name in drafts.CARRIED.values()} == {"meta"}
+
+
 def test_without_a_copy_nothing_is_put_back() -> None:
     """Its prefill server computes it again, and delivers a state with it."""
     decoder, _, goes = two(overlap=True)
