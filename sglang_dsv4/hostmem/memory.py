@@ -286,7 +286,7 @@ class HostMemory:
         self.pool.hold(units)
         shares = split(self.ranks, 0, len(units))
         copy = self._handed_out_copy(tokens, geometry, weight_version, units, 0, len(tail), shares)
-        copy.lease.ticket = self.pool.last_ticket(units)
+        copy.lease.ticket = self.pool.last_write(units)
         return copy
 
     def _require_room(self, count: int, tokens: int) -> None:
@@ -318,7 +318,7 @@ class HostMemory:
         """Marks the units of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
         lease = copy.lease
         lease.ticket = self.tickets.issue(lease.used_by)
-        self.pool.touch(lease.units, lease.ticket)
+        self.pool.touch(lease.units, lease.ticket, copy.shares[0].start)
 
     def wait_for_shares(self, copy: HostCopy) -> None:
         """Waits until every rank's part of ``copy`` is on the host. A rank alone has its transfers in order."""

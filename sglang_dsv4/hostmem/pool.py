@@ -26,6 +26,7 @@ class UnitPool:
         self.total = total
         self._holders = [0] * total
         self._last = [0] * total  # ticket that touched it
+        self._written = [0] * total  # of those the last that wrote it
         self._quiet = bytearray(b"\1") * total  # whether it is free, and COOLING tickets have ended since its last
         self._quiet_count = total  # how many are quiet
         self._until = 0  # the last ticket of quiet units; 0: of one that was never touched
@@ -88,6 +89,10 @@ class UnitPool:
         """Returns the last ticket that touched one of ``units``; 0 where none did."""
         return max(map(self._last.__getitem__, units), default=0)
 
+    def last_write(self, units: UnitNumbers) -> int:
+        """Returns the last ticket that wrote one of ``units``; 0 where none did."""
+        return max(map(self._written.__getitem__, units), default=0)
+
     def _choose(self, count: int, now: int) -> UnitNumbers:
         """Chooses the first run of ``count`` neighbours, else the first ``count``, of the quiet units.
 
@@ -127,11 +132,13 @@ class UnitPool:
             free[unit] = last[unit] <= until
         return free
 
-    def touch(self, units: UnitNumbers, ticket: int) -> None:
-        """Notes that the transfer of ``ticket`` may touch ``units``, all of them held."""
+    def touch(self, units: UnitNumbers, ticket: int, written: int | None = None) -> None:
+        """Notes that the transfer of ``ticket`` may touch ``units``, all held, and writes those from ``written`` on."""
         for unit in units:
             assert self._holders[unit], f"unit {unit} is touched, and nobody holds it"
             self._last[unit] = ticket
+        for unit in () if written is None else units[written:]:
+            self._written[unit] = ticket
 
     def give_back(self, units: UnitNumbers) -> None:
         """Takes one holder from each of ``units``; those without another are free."""

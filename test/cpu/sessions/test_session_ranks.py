@@ -209,3 +209,37 @@ def test_a_save_does_not_wait_for_the_other_rank(
         return point.tokens, again, len(mine.index())
 
     assert on_ranks(tmp_path, work) == [(3 * PAGE, True, 2)] * 2
+
+
+class BehindAForward:
+    """Ends a load, whose kernels wait for the forward in flight, perhaps a prefill of seconds."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def query(self) -> bool:
+        return self.waited
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_a_load_does_not_wait_for_another_one_of_the_same_pages(tmp_path: Path) -> None:
+    """Both only read them: forks of one prompt, admitted in one pass."""
+
+    def work(rank: int) -> Any:
+        mine, ends = OneRank(rank), []
+        point, rows = mine.keep(1, 4)
+        mine.store.end_pass()
+        load = mine.host._copier.load
+
+        def ends_late(copy: Any, *given: Any) -> None:
+            load(copy, *given)
+            copy.lease.used_by = BehindAForward()
+            ends.append(copy.lease.used_by)
+
+        mine.host._copier.load = ends_late  # type: ignore[method-assign]
+        found = [mine.load(point) for _ in range(3)]
+        return [end.waited for end in ends], found == [rows] * 3
+
+    assert on_ranks(tmp_path, work) == [([False] * 3, True)] * 2
