@@ -18,7 +18,8 @@ from sglang_dsv4.sessions.lookup import LookUp
 from sglang_dsv4.sessions.order import PLAIN, EvictionOrder
 from sglang_dsv4.sessions.trie import Key, Page, Point, Trie
 
-FEW, ENOUGH = 80, 20  # where less than an 80th of the room is free, points go until a 20th is
+FEW, ENOUGH = 80, 20  # where less than an 80th of the room is free, points go until a 20th is,
+AHEAD = 2048  # or so many units more are, which takes some milliseconds of a pass
 
 
 class Kept:
@@ -35,7 +36,8 @@ class Kept:
         self.in_tail = memory.units.tail(page)  # units of a point's window: alike at every page end
         total, bound = memory.pool.total, None if most_bytes is None else most_bytes // self._cost
         self.most = total if bound is None else min(total, bound)  # units that may be held here
-        self.few, self.enough = self.most // FEW, self.most // ENOUGH
+        self.few = self.most // FEW
+        self.enough = min(self.most // ENOUGH, self.few + AHEAD)
         self._tried_ahead: tuple[int, int, int] | None = None  # all that decided when room was last made ahead
         self.trie = Trie(page, bigram)
         self.order, self.lookup = EvictionOrder(self.trie), LookUp(self.trie, page)

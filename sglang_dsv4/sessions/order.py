@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ class EvictionOrder:
         self.clock = time.monotonic
         self._places: dict[tuple[int, int], OrderedDict[Point, None]] = {}
         self._sorted: list[tuple[int, int]] = []  # the places; clients name as many as they like
-        self._ends: dict[Point, float] = {}  # of those whose rank has an end
+        self._ends: dict[int, tuple[float, Point]] = {}  # of those whose rank has an end, by their numbers
+        self._due: list[tuple[float, int]] = []  # these ends, and some that no longer hold: a heap
         self.held_points = 0  # retained and pinned ones
         self.held_pages: dict[Page, int] = {}  # how many of those need it
         self.changes = 0  # points that came, went, or got another place
@@ -49,7 +51,12 @@ class EvictionOrder:
         if hints.rank in HELD:
             self._hold(point, 1)
         if hints.ttl_seconds is not None:
-            self._ends[point] = self.clock() + hints.ttl_seconds
+            end = self.clock() + hints.ttl_seconds
+            self._ends[point.number] = end, point
+            heapq.heappush(self._due, (end, point.number))
+            if len(self._due) > 2 * len(self._ends) + 64:
+                self._due = [(end, number) for number, (end, _) in self._ends.items()]
+                heapq.heapify(self._due)
 
     def used(self, point: Point) -> None:
         """Puts a point behind the others of its rank."""
@@ -69,13 +76,14 @@ class EvictionOrder:
             if not place:
                 del self._places[point.order]
                 del self._sorted[bisect.bisect_left(self._sorted, point.order)]
-        self._ends.pop(point, None)
+        self._ends.pop(point.number, None)
 
     def clear(self) -> None:
         """Forgets every point."""
         self._places.clear()
         self._sorted.clear()
         self._ends.clear()
+        self._due.clear()
         self.held_points = 0
         self.held_pages.clear()
 
@@ -85,14 +93,20 @@ class EvictionOrder:
         return bool(self._ends)
 
     def ended(self) -> list[int]:
-        """Returns the numbers of the points whose time is over on this rank's clock."""
-        now = self.clock()
-        return [point.number for point, end in self._ends.items() if end <= now]
+        """Returns the numbers of the points whose time is over on this rank's clock, until they are ``expire``d."""
+        now, over = self.clock(), []
+        while self._due and self._due[0][0] <= now:
+            end, number = heapq.heappop(self._due)
+            if number in self._ends and self._ends[number][0] == end:
+                over.append((end, number))
+        for one in over:
+            heapq.heappush(self._due, one)
+        return [number for _, number in over]
 
     def expire(self, numbers: list[int]) -> None:
-        """Lets those points go first."""
+        """Lets those points go first, in the order in which they got their places."""
         over = set(numbers)
-        for point in [point for point in self._ends if point.number in over]:
+        for point in [point for number, (_, point) in self._ends.items() if number in over] if over else ():
             self.place(point, LAST_RESORT)
 
     def held_with(self, last: Page | None, new: int, point: Point | None) -> tuple[int, int]:
