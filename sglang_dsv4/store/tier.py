@@ -26,7 +26,7 @@ from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Page, Point
 from sglang_dsv4.store.client import State, StoreClient
 from sglang_dsv4.store.keys import Keys
-from sglang_dsv4.store.told import Told, What
+from sglang_dsv4.store.told import NUMBERS, Told, What
 from sglang_dsv4.store.wire import PAGE, WRONG, Code, Piece, Question, Spot
 from sglang_dsv4.store.work import Ask, Patience, Write
 
@@ -432,7 +432,7 @@ class Tier:
                 self._found(behind, waiting, waiting.end)
 
     def _number(self, one: Write | Ask) -> int:
-        self._numbers += 1
+        self._numbers = self._numbers % NUMBERS + 1
         self._open[self._numbers] = one
         return self._numbers
 

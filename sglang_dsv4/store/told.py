@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+NUMBERS = 2**31 - 1  # of tickets that may be told; far fewer are open at once
+
 
 class What(IntEnum):
     """Says what happened to a ticket."""

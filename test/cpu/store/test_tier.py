@@ -28,6 +28,7 @@ from sglang_dsv4.settings import Settings, Store
 from sglang_dsv4.store import tier as tier_module
 from sglang_dsv4.store.keys import Keys
 from sglang_dsv4.store.tier import Tier
+from sglang_dsv4.store.told import NUMBERS, Told, What
 from sglang_dsv4.store.work import Patience
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
@@ -430,3 +431,12 @@ def test_a_server_of_one_rank_reads_what_two_wrote(tmp_path: Path) -> None:
     assert alone.found(1) == 9
     point = alone.sessions.lookup.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
     assert alone.bytes_of(point) == written
+
+
+def test_the_numbers_of_tickets_fit_the_board_for_ever() -> None:
+    """At 500 a second they reach 2^31 after 50 days."""
+    board = Board(bytearray(Board.bytes_for(1)), 0, 1)  # type: ignore[arg-type]
+    tier = SimpleNamespace(_numbers=NUMBERS - 1, _open={})
+    told = [Told(Tier._number(tier, one), What.STORED, 1) for one in (None, None)]  # type: ignore[arg-type]
+    assert [one.number for one in told] == [NUMBERS, 1] == [*tier._open]
+    assert [Told.unpacked(number) for number in board.tell([one.packed() for one in told])] == told
