@@ -35,6 +35,7 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
         agreed_size=agreed_size,
         ranks=here.ranks,
         launcher=here.launcher,
+        bound=here.bound,
         world=world() if settings.share == "auto" else None,
         true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),

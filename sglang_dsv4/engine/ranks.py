@@ -9,15 +9,20 @@ import torch
 
 from sglang_dsv4.hostmem.claims import launcher
 from sglang_dsv4.hostmem.fences import why_unordered
+from sglang_dsv4.hostmem.nodes import Nodes, bound_nodes
 from sglang_dsv4.hostmem.sharing import World, machine
 from sglang_dsv4.hostmem.sizing import ArenaSize
 
 
 class Place(NamedTuple):
-    """Describes one machine's ranks of the server: how many they are, and the first one's launcher."""
+    """Describes one machine's ranks of the server: how many they are, and the first one's launcher.
+
+    bound: the memory nodes to which they are bound, all of them; None where one is not, or they do not know each other.
+    """
 
     ranks: int
     launcher: str
+    bound: Nodes | None = None
 
 
 def place(args: Any) -> Place:
@@ -26,13 +31,17 @@ def place(args: Any) -> Place:
     Ranks of one machine may have launchers of their own (two of ``--nnodes``).
     """
     if not _distributed():
-        return Place(ranks_a_machine(args), launcher())
+        ranks = ranks_a_machine(args)
+        return Place(ranks, launcher(), bound_nodes() if ranks == 1 else None)
     try:
-        mine = machine(), launcher()
+        where = machine()
     except OSError:  # a sandbox
-        mine = platform.node(), launcher()
-    here = [launched_by for where, launched_by in of_every_rank(mine) if where == mine[0]]
-    return Place(len(here) * _replicas(args), here[0])
+        where = platform.node()
+    found = of_every_rank((where, launcher(), bound_nodes()))
+    here = [(launched_by, bound) for at, launched_by, bound in found if at == where]
+    bound = [nodes for _, nodes in here if nodes is not None]
+    together = Nodes().union(*bound) if len(bound) == len(here) and _replicas(args) == 1 else None
+    return Place(len(here) * _replicas(args), here[0][0], together)
 
 
 def ranks_a_machine(args: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.board import Board
+from sglang_dsv4.hostmem.nodes import Nodes, bound_nodes
 from sglang_dsv4.hostmem.populate import populate, system_page
 from sglang_dsv4.hostmem.sharing import MEMORY_NAME, Sharers
 from sglang_dsv4.hostmem.sizing import free_ram
@@ -54,7 +55,7 @@ class Arena:
                 f"cannot reserve {nbytes / 2**30:.2f} GiB of host memory; lower DSV4_HOST_GB"
             ) from error
         if pin:
-            self._require_room()
+            self._require_room(bound_nodes())
             started = time.perf_counter()
             populate(self.region.data_ptr(), nbytes)
             self._pin(started)
@@ -108,8 +109,8 @@ class Arena:
         self._memory = memory
         self.region = torch.frombuffer(memory, dtype=torch.uint8)[start : start + self.nbytes]
 
-    def _require_room(self) -> None:
-        free = free_ram()
+    def _require_room(self, bound: Nodes | None = None) -> None:
+        free = free_ram(bound)
         if self.nbytes > free:
             raise HostMemoryExhausted(
                 f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory, {free / 2**30:.2f} GiB of RAM are left; "

@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+from sglang_dsv4.hostmem.nodes import Nodes
 from sglang_dsv4.hostmem.sizing import free_ram, total_ram
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,14 @@ class _Folder:
 class Claim:
     """Claims the RAM that one rank of a starting server will pin.
 
-    ranks: those of its server on this machine. launched_by: see ``launcher``; the same for all of them.
+    ranks: those of its server on this machine. launched_by: see ``launcher``; the same for all of them. bound: the
+    memory nodes to which they are bound, if each is.
     """
 
-    def __init__(self, ranks: int, launched_by: str | None = None, places: tuple[str, ...] = PLACES) -> None:
-        self.ranks = ranks
+    def __init__(
+        self, ranks: int, launched_by: str | None = None, bound: Nodes | None = None, places: tuple[str, ...] = PLACES
+    ) -> None:  # fmt: skip
+        self.ranks, self._bound = ranks, bound
         self._launcher = launched_by or launcher()
         self._folder = _open_folder(places)
         self._entry: _Entry | None = None
@@ -100,7 +104,7 @@ class Claim:
             server = self._server(entries)
             siblings = [entry for entry in entries if entry.server == server]
             claimed = _still_to_pin([entry for entry in entries if entry.server != server])
-            free = siblings[0].free if siblings else max(0, free_ram() - claimed)
+            free = siblings[0].free if siblings else max(0, free_ram(self._bound) - claimed)
             if claimed and not siblings:
                 logger.info("%.2f GiB of RAM are claimed by servers that start now", claimed / 2**30)
             process = os.getpid()

@@ -9,6 +9,7 @@ import torch
 
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim
+from sglang_dsv4.hostmem.nodes import Nodes
 from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
 from sglang_dsv4.hostmem.sizing import ArenaSize
 
@@ -26,11 +27,12 @@ T = TypeVar("T", bound=Closes)
 def reserve(
     choose: Callable[[int, int], ArenaSize], make: Callable[[ArenaSize, Sharers | None], T], ranks: int,
     launcher: str | None, world: World | None, agree: Callable[[ArenaSize | None], ArenaSize | None],
+    bound: Nodes | None = None,
 ) -> tuple[T | None, Exception | None]:  # fmt: skip
     """Makes the owner of the memory where every rank can; else (None, this rank's failure or None).
 
     choose: the size of an arena, for the RAM that so many arenas may take; raises LayoutRefused for a pool that is not
-    covered. ranks, launcher, world, agree: see ``ServerContext``. ArenaNotShared comes on every rank or on
+    covered. ranks, launcher, world, agree, bound: see ``ServerContext``. ArenaNotShared comes on every rank or on
     none.
     """
     try:
@@ -39,7 +41,7 @@ def reserve(
         return None, error
     owner, size = None, None
     failure: Exception | None = None
-    claim = Claim(ranks, launcher)
+    claim = Claim(ranks, launcher, bound)
     arenas, together = ranks, 1
     if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
         arenas, together = sharers.arenas * max(1, ranks // sharers.local), sharers.ranks

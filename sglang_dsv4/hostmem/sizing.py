@@ -14,6 +14,7 @@ import psutil
 
 from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem.nodes import Nodes, free_on
 from sglang_dsv4.settings import Settings
 
 TAILS_SHARE = 4  # of a HiSparse server's DSV4_HOST_GB 1/4 is for tails; the rows that it keeps lie elsewhere
@@ -60,14 +61,18 @@ class ArenaSize:
 
 
 # Names in a control group, by version of the interface: limit, use, and in memory.stat the page cache that lies idle.
+# Beyond ``high`` a group is slowed down until it gives pages back, which pinned ones are not.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
+_V2, _V2_HIGH = (("memory." + limit, "memory.current", "inactive_file") for limit in ("max", "high"))
 
 
-def free_ram() -> int:
-    """Measures the bytes of RAM that can be taken: the machine's, or a control group's where that is less."""
-    groups = (_left(place, *names) for place, names in _control_groups())
-    return max(0, min([psutil.virtual_memory().available, *(left for left in groups if left is not None)]))
+def free_ram(bound: Nodes | None = None) -> int:
+    """Measures the bytes of RAM that can be taken: the machine's, or of a control group or nodes where that is less.
+
+    bound: the nodes to which memory is bound, on each rank that takes it.
+    """
+    limits = [free_on(bound), *(_left(place, *names) for place, names in _control_groups())]
+    return max(0, min([psutil.virtual_memory().available, *(left for left in limits if left is not None)]))
 
 
 def total_ram() -> int:
@@ -103,6 +108,8 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
         group = root if ".." in path else root / path.lstrip("/")  # above the root of this process
         for place in (group, *group.parents):
             yield place, names
+            if names is _V2:
+                yield place, _V2_HIGH
             if place == root:
                 break
 

@@ -24,6 +24,7 @@ from sglang_dsv4.errors import (
     StaleWeights,
 )
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.nodes import Nodes
 from sglang_dsv4.hostmem.pool import UnitNumbers
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import ArenaSize, PoolSize, arena_size
@@ -52,6 +53,7 @@ class ServerContext:
     agreed_size: Callable[[ArenaSize | None], ArenaSize | None] = lambda size: size
     ranks: int = 1  # that share the machine's RAM
     launcher: str | None = None  # of the first of them; None: this one's own
+    bound: Nodes | None = None  # the memory nodes to which they are bound, if each is
     world: World | None = None  # the server's ranks, where those of a group may share an arena
     true_on_every_rank: Callable[[bool], bool] = lambda mine: mine  # of those that retract together
     writer_streams: WriterStreams = lambda: ()  # whose queued work a load must wait for

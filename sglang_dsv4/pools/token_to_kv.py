@@ -140,7 +140,9 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         def make(size: ArenaSize, sharers: Sharers | None) -> CopyService:
             return CopyService(buffers(), size, settings, context, sharers)
 
-        self.host, failure = reserve(choose, make, context.ranks, context.launcher, context.world, context.agreed_size)
+        self.host, failure = reserve(
+            choose, make, context.ranks, context.launcher, context.world, context.agreed_size, context.bound
+        )
         return failure
 
     def _describe(self, draft: DraftPool | None, stages: int) -> DeviceBuffers:

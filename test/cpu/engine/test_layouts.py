@@ -125,7 +125,7 @@ def test_an_unknown_layout_is_refused(
 def test_too_little_memory_refuses_only_when_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_dsv4.hostmem import claims
 
-    monkeypatch.setattr(claims, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(claims, "free_ram", lambda _: 1 << 20)
     pool = make_pool(PoolSpec())
     assert pool.attach_host(Settings()) is None
     assert "raise DSV4_HOST_GB" in pool.refusal

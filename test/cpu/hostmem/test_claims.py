@@ -38,7 +38,7 @@ class Machine:
         self._free = folder / "free"
         self._free.write_text(str(ram))
 
-    def free(self) -> int:
+    def free(self, bound: object = None) -> int:
         return int(self._free.read_text())
 
     def pin(self, nbytes: int, seconds: float = 0.3) -> None:
@@ -59,7 +59,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "PATIENCE", 20)
     for warn in (claims._warn_uncounted, claims._warn_unseen, claims._warn_malformed):
         warn.cache_clear()
-    monkeypatch.setattr(Claim.__init__, "__defaults__", (None, found.places))
+    monkeypatch.setattr(Claim.__init__, "__defaults__", (None, None, found.places))
     return found
 
 

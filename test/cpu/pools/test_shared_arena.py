@@ -243,7 +243,7 @@ def test_memory_for_one_arena_and_not_for_one_a_rank_is_refused_with_the_cause(t
         def refuse(*_: Any) -> None:
             raise HostMemoryExhausted("cannot pin it (CUDA error 2); raise the locked-memory limit (ulimit -l)")
 
-        claims.free_ram = lambda: int(0.05 * 2**30)
+        claims.free_ram = lambda _: int(0.05 * 2**30)
         claims.Claim.__init__.__defaults__ = (None, (str(tmp_path),))
         if rank == 1 and why == "a rank":
             arena.populate = refuse

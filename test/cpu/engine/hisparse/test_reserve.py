@@ -41,7 +41,7 @@ def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     monkeypatch.setenv("DSV4_HOST_GB", "8")
-    monkeypatch.setattr(claims, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(claims, "free_ram", lambda _: 1 << 20)
     monkeypatch.setattr(reserve, "of_every_rank", lambda pages: said.append(pages) or [pages, 7])
     with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
         HiSparseWorld(ranks=object())
@@ -59,7 +59,7 @@ def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyP
     ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + unit))
     monkeypatch.setattr(reserve, "ENGINE_LEAVES", leaves)
     for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
-        monkeypatch.setattr(claims, "free_ram", lambda there=there: there)
+        monkeypatch.setattr(claims, "free_ram", lambda _, there=there: there)
         claim = Claim(ranks, places=(str(tmp_path),))
         assert pages_to_add(world, claim) == found
         claim.close()
@@ -72,7 +72,7 @@ def test_servers_that_start_together_do_not_count_the_same_ram(monkeypatch: pyte
     assert pinned.call_count == 2, "the host pool's, and the arena's"
     page = world.kept.page_bytes
     monkeypatch.setattr(reserve, "ENGINE_LEAVES", 0)
-    monkeypatch.setattr(claims, "free_ram", lambda: 100 * page)
+    monkeypatch.setattr(claims, "free_ram", lambda _: 100 * page)
     first, second = (Claim(1, f"server {number}", places=(str(tmp_path),)) for number in range(2))
     kept = pages_to_add(world, first)
     assert kept > 0
@@ -88,7 +88,7 @@ def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch
     """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
     world = HiSparseWorld()
     assert "no RAM for rows" not in caplog.text
-    monkeypatch.setattr(claims, "free_ram", lambda: 0)
+    monkeypatch.setattr(claims, "free_ram", lambda _: 0)
     assert pages_to_add(world, Claim(1)) == 0
     assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
 
