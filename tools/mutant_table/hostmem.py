@@ -3,6 +3,11 @@
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (
+    *seeded("hostmem/nodes.py", "hostmem/test_nodes.py",
+        ("cpuset-does-not-count", "            usable &= _nodes(line.split()[1])", "            pass"),
+        ("preferred-node-taken-for-all", "if policy.partition(\"=\")[0] == \"bind\" else None", "if listed else None")),
+    *seeded("hostmem/memory.py", "sessions/test_session_ranks.py",
+        ("load-waits-for-another-load", "self.pool.last_write(units)", "self.pool.last_ticket(units)")),
     *seeded("hostmem/arena.py", "hostmem/test_arena.py",
         ("failed-pin-goes-on", "if code != 0:", "if code < 0:")),
     *seeded("hostmem/pool.py", "hostmem/test_pool.py",
@@ -20,7 +25,8 @@ MUTANTS = (
     *seeded("hostmem/memory.py", "engine/hisparse/test_kept_rows.py::test_rows_are_kept_on_every_rank_or_on_none",
         ("rows-outlive-their-copy", "            lease.detached.release()", "            pass")),
     *seeded("hostmem/memory.py", "hostmem/test_memory.py",
-        ("last-transfer-forgotten-at-release", "self.pool.touch(lease.units, lease.ticket)", "pass"),
+        ("last-transfer-forgotten-at-release", "self.pool.touch(lease.units, lease.ticket, copy.shares[0].start)",
+         "pass"),
         ("second-release-not-ignored", "        if not lease.held:\n            return\n", ""),
         ("half-an-allocation-kept", "            self.pool.give_back(taken)\n", ""),
         ("leaks-not-counted", "self._leaks += 1", "pass"),

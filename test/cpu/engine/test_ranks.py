@@ -296,7 +296,8 @@ def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machi
         lockstep()
         engine_ranks.machine = lambda: f"machine {rank % machines}"
         engine_ranks.launcher = lambda: f"launcher {rank}"
-        return tuple(engine_ranks.place(SimpleNamespace(enable_dp_attention=False, dp_size=1, nnodes=2)))
+        place = engine_ranks.place(SimpleNamespace(enable_dp_attention=False, dp_size=1, nnodes=2))
+        return place.ranks, place.launcher
 
     apart = [(1, "launcher 0"), (1, "launcher 1")]
     assert on_ranks(tmp_path, work) == ([(2, "launcher 0")] * 2 if machines == 1 else apart)
@@ -304,11 +305,11 @@ def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machi
 
 def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("sglang_dsv4.engine.memory.place", lambda args: engine_ranks.Place(2, "the first"))
+    monkeypatch.setattr("sglang_dsv4.engine.memory.place", lambda args: engine_ranks.Place(2, "the first", {1}))
     real = reserve.Claim
     monkeypatch.setattr(reserve, "Claim", lambda *given: (made.append(given), real(*given))[1])
     assert World().host.context.ranks == 2
-    assert made == [(2, "the first")]
+    assert made == [(2, "the first", {1})]
 
 
 @pytest.mark.parametrize(
