@@ -19,10 +19,10 @@ def bound_nodes() -> Nodes | None:
     """Returns the nodes that this process's memory is bound to; None where it is bound to none."""
     try:
         with Path("/proc/self/numa_maps").open("rb", buffering=0) as maps:
-            line = maps.read(256).split(b"\n")[0].decode()  # of its program, which has the policy of the process
+            line = maps.read(256).split(b"\n")[0]  # of its program, which has the policy of the process
     except OSError:  # no Linux, one node alone, or a sandbox
         return None
-    words = line.split()
+    words = line.decode(errors="replace").split()
     policy, _, listed = words[1].partition(":") if len(words) > 1 else ("", "", "")
     return _nodes(listed) if policy.partition("=")[0] == "bind" else None
 
