@@ -161,7 +161,8 @@ def early_send() -> Checks:
     boot()
     switch = early_send_switch()
     if settings_or_defaults().enabled and engine_release().nixl_gets_the_event:
-        yield Check("early send", OK, "with this package a prefill server sends over NIXL what has been written")
+        found = f"with this package a prefill server sends over NIXL what is written; a stock one with {switch.name}=0"
+        yield Check("early send", OK, found)
     elif not switch.get():
         yield Check("early send", OK, f"{switch.name}=0: what is sent has been written")
     else:

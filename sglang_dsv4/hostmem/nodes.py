@@ -6,6 +6,7 @@ have some nodes only. Memory that is missing there is not taken elsewhere: the O
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -38,10 +39,13 @@ def free_on(bound: Nodes | None) -> int | None:
             usable &= _nodes(line.split()[1])
     if not usable or usable == here:
         return None
-    found = sum(_free(root / f"node{node}" / "meminfo") for node in usable)
-    logger.info("%.2f GiB of RAM are free on memory nodes %s, to which this server is bound", found / 2**30,
-                ", ".join(map(str, sorted(usable))))  # fmt: skip
-    return found
+    _tell(usable)
+    return sum(_free(root / f"node{node}" / "meminfo") for node in usable)
+
+
+@functools.cache
+def _tell(usable: Nodes) -> None:
+    logger.info("bound to memory nodes %s, whose RAM alone counts", ", ".join(map(str, sorted(usable))))
 
 
 def _free(meminfo: Path) -> int:

@@ -132,12 +132,12 @@ class UnitPool:
             free[unit] = last[unit] <= until
         return free
 
-    def touch(self, units: UnitNumbers, ticket: int, written: int | None = None) -> None:
+    def touch(self, units: UnitNumbers, ticket: int, written: int = 0) -> None:
         """Notes that the transfer of ``ticket`` may touch ``units``, all held, and writes those from ``written`` on."""
         for unit in units:
             assert self._holders[unit], f"unit {unit} is touched, and nobody holds it"
             self._last[unit] = ticket
-        for unit in () if written is None else units[written:]:
+        for unit in units[written:]:
             self._written[unit] = ticket
 
     def give_back(self, units: UnitNumbers) -> None:

@@ -1,4 +1,4 @@
-"""What a pass does for sessions does not grow with all that are kept."""
+"""A pass does no more for sessions where more of them are kept."""
 
 from __future__ import annotations
 
