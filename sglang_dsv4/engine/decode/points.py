@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.coverage import IN_SLOTS, Part, launch, refusal
+from sglang_dsv4.engine.memory import ranks_of
 from sglang_dsv4.engine.plain.serving import may_share, namespace, tokens_between
 from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.state import request_state
@@ -186,6 +187,8 @@ def start_points(pool: TokenToKVPool, scheduler: Any) -> None:
     if points.tier is None:
         points.end()
         return
+    if host.counters.series:
+        sessions.counters.export(ranks_of(scheduler.metrics_collector))
     setattr(pool, NAME, points)
     logger.info("store: answers are written, for the next turn on the prefill server")
 

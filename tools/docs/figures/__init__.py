@@ -27,6 +27,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "pair": sessions.pair,
         "million": sessions.million,
         "crowd": sessions.crowd,
+        "gaps": sessions.gaps,
     },
     "docs/store.md": {
         "tiers": store.tiers,

@@ -113,6 +113,19 @@ def in_saves(result: Result, size: int) -> float:
     return float(sum(row["save_seconds"] for row in rows) / sum(row["seconds"] for row in rows))
 
 
+def gaps() -> str:
+    """Returns the gaps of others where many end together, and while a long prompt waits."""
+    together, waiting = read("sessions-together"), read("sessions-waiting")
+    if together is None or waiting is None:
+        return ""
+    return (
+        f"Where [256 requests end together](results/sessions-together.json) another one's longest gap is "
+        f"{told(together, 'longest gap of another request', 0)} ms longer, median of four rounds. While [a prompt of a "
+        f"million tokens waits](results/sessions-waiting.json) the median gap is {told(waiting, 'gap, median')} of "
+        f"that with `off`, a pass {told(waiting, 'a pass, by one before')}: short requests end meanwhile, and are saved."
+    )
+
+
 def million() -> str:
     """Returns first and later turns of two conversations of a million tokens."""
     result = read("sessions-1m")

@@ -43,12 +43,17 @@ def lives() -> str:
 
 
 def sizes() -> str:
-    """Returns what a session takes on disk, beside HiCache's."""
+    """Returns what a session takes on disk, and how far scores behind it are from computed ones, beside HiCache's."""
     result = read("store-restart")
     if result is None:
         return ""
-    said = "; ".join(f"{NAMES[row['run']]}: {row['bytes_a_session'] / 1e6:.0f} MB" for row in result["rows"])
-    return f"[Files of a session](results/store-restart.json) of 64K tokens, after two turns: {said}."
+    sizes = "; ".join(f"{NAMES[row['run']]}: {row['bytes_a_session'] / 1e6:.0f} MB" for row in result["rows"])
+    scores = "; ".join(f"{NAMES[row['run']]}: {row['distance']:.2f} ({row['rounding']:.2f})" for row in result["rows"])
+    return (
+        f"[Files of a session](results/store-restart.json) of 64K tokens, after two turns: {sizes}. Mean distance of "
+        f"{result['rows'][0]['read']} prompts' log probabilities from computed ones, behind what the files hold (and "
+        f"behind the device's cache): {scores}. So neither is further off than rounding."
+    )
 
 
 def answers() -> str:
