@@ -153,8 +153,8 @@ def test_a_rank_that_cannot_tells_the_others(tmp_path: Path, step: str, failing:
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-@pytest.mark.parametrize("phase", ["exchange", "_open", "resize", "map", "populate", "made"])
-def test_a_rank_that_is_killed_at_start_does_not_hang_the_other(
+@pytest.mark.parametrize("phase", ["exchange", "_open", "resize", "map", "populate", "made", "serving"])
+def test_a_rank_that_is_killed_does_not_hang_the_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, dying: int
 ) -> None:
     def die(*_: Any) -> None:
@@ -170,9 +170,10 @@ def test_a_rank_that_is_killed_at_start_does_not_hang_the_other(
                     setattr(owner, phase, die)
             world = world._replace(exchange=die) if phase == "exchange" else world
         memory = memory_of(find_sharers(world))
-        if number == dying:
-            die()
-        memory.arena.board.vote(True)
+        for votes in range(2):
+            if number == dying and (phase != "serving" or votes):
+                die()
+            memory.arena.board.vote(True)
 
     monkeypatch.setattr(board_module, "PATIENCE", 2.0)  # of a board that is made; the engine would end the rank before
     children = [FORK.Process(target=rank, args=(number,)) for number in range(2)]
