@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,68 +56,45 @@ class Hook(Ranged):
 LEADING = {"around": 1, "after": 1}  # the original, or its result
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """Describes one parameter: how a caller may pass it, and whether it may be left out."""
-
-    name: str
-    by_position: bool = True
-    by_keyword: bool = True
-    optional: bool = False
+AT_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+ANY_MORE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Lists the parameters of a function.
-
-    named: in order, without those a method is bound to. args, kwargs: takes others by position, by keyword.
-    """
-
-    named: tuple[Parameter, ...]
-    args: bool = False
-    kwargs: bool = False
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], skip: int) -> Parameters:
-        """Reads the parameters of a function whose first ``skip`` do not count."""
-        found = inspect.signature(function).parameters.values()
-        kinds = {p.kind for p in found}
-        named = [
-            Parameter(p.name, p.kind is not p.KEYWORD_ONLY, p.kind is not p.POSITIONAL_ONLY, p.default is not p.empty)
-            for p in found
-            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        more = (inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds)
-        return cls(tuple(named[skip:]), *more)
+def parameters_of(function: Callable[..., Any], skip: int) -> list[inspect.Parameter]:
+    """Lists the parameters of a function whose first ``skip`` do not count, those that take any more last."""
+    found = inspect.signature(function).parameters.values()
+    named = [p for p in found if p.kind not in ANY_MORE]
+    return [*named[skip:], *(p for p in found if p.kind in ANY_MORE)]
 
 
-def mismatch(target: Parameters, ours: Parameters) -> str | None:
+def mismatch(target: Sequence[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> str | None:
     """Returns why a hook with parameters ``ours`` does not fit ``target``; None when it does."""
-    theirs = {p.name: p for p in target.named}
-    absent = [name for name in (p.name for p in ours.named) if name not in theirs]
-    if absent:
+    theirs, mine = ({p.name: p for p in each if p.kind not in ANY_MORE} for each in (target, ours))
+    if absent := [name for name in mine if name not in theirs]:
         return f"has no parameter {', '.join(absent)}"
-    known = {p.name for p in ours.named}
-    more = [p for p in target.named if p.name not in known]
-    unknown = [p.name for p in more if p.by_position > ours.args or p.by_keyword > ours.kwargs]
-    if unknown:
+    kinds = {p.kind for p in ours}
+    args, kwargs = (kind in kinds for kind in ANY_MORE)
+    more = [p for name, p in theirs.items() if name not in mine]
+    if unknown := [p.name for p in more if (p.kind in AT_PLACE) > args or (p.kind in BY_NAME) > kwargs]:
         return f"has a parameter that this package does not know: {', '.join(unknown)}"
-    if target.args > ours.args or target.kwargs > ours.kwargs:
+    if any(p.kind in ANY_MORE and p.kind not in kinds for p in target):
         return "takes any more parameters, which this package does not"
-    order = [p.name for p in target.named if p.by_position]
-    mine = [p.name for p in ours.named if p.by_position and theirs[p.name].by_position]
-    if mine != order[: len(mine)]:
+    order = [name for name, p in theirs.items() if p.kind in AT_PLACE]
+    placed = [name for name, p in mine.items() if p.kind in AT_PLACE and name in order]
+    if placed != order[: len(placed)]:
         return f"takes its parameters in another order: {', '.join(order)}"
-    return next(filter(None, (_otherwise(theirs[p.name], p) for p in ours.named)), None)
+    return next(filter(None, (_otherwise(theirs[name], p) for name, p in mine.items())), None)
 
 
-def _otherwise(theirs: Parameter, ours: Parameter) -> str | None:
+def _otherwise(theirs: inspect.Parameter, ours: inspect.Parameter) -> str | None:
     """Returns how the engine may pass ``theirs`` where ours does not take it so; None where it does."""
-    if theirs.by_position != ours.by_position:
-        return f"takes {theirs.name} {'by position, too' if theirs.by_position else 'by keyword alone'}"
-    if theirs.by_keyword > ours.by_keyword:
+    if (theirs.kind in AT_PLACE) != (ours.kind in AT_PLACE):
+        return f"takes {theirs.name} {'by position, too' if theirs.kind in AT_PLACE else 'by keyword alone'}"
+    if theirs.kind in BY_NAME and ours.kind not in BY_NAME:
         return f"takes {theirs.name} by keyword, too"
-    return f"may be called without {theirs.name}" if theirs.optional > ours.optional else None
+    optional = theirs.default is not theirs.empty and ours.default is ours.empty
+    return f"may be called without {theirs.name}" if optional else None
 
 
 def passed(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

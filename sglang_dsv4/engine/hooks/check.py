@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.hooks import LEADING, Hook, Parameters, engines_class, member, mismatch, overrides
+from sglang_dsv4.engine.hooks import LEADING, Hook, engines_class, member, mismatch, overrides, parameters_of
 from sglang_dsv4.engine.releases import SUPPORTED, is_supported
 from sglang_dsv4.errors import HooksNotLanded
 
@@ -69,7 +69,7 @@ def _out_of_place(hook: Hook) -> Iterator[str]:
 def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
     """Checks a function hook, which the engine calls with the target's arguments."""
     method = inspect.isclass(member(hook.target.rsplit(".", 1)[0]))
-    fault = mismatch(Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method))
+    fault = mismatch(parameters_of(found, method), parameters_of(ours, LEADING.get(hook.kind, 0) + method))
     if fault:
         yield fault
 
@@ -81,7 +81,7 @@ def _override_faults(ours: type) -> Iterator[str]:
         original = getattr(engines, name, None)
         if original is None:
             yield f"has no {name}"
-        elif fault := mismatch(Parameters.of(original, skip=1), Parameters.of(method, skip=1)):
+        elif fault := mismatch(parameters_of(original, skip=1), parameters_of(method, skip=1)):
             yield f"its {name} {fault}"
 
 

@@ -10,7 +10,7 @@ import pytest
 from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4.engine.hooks import Hook, Parameters, engines_class, install, member, mismatch, overrides
+from sglang_dsv4.engine.hooks import Hook, engines_class, install, member, mismatch, overrides, parameters_of
 from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
 from sglang_dsv4.engine.state import server
@@ -103,7 +103,7 @@ FITS = [  # the engine's parameters, ours; why it does not fit
 def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(target: str, ours: str, reason: str | None) -> None:
     made: dict[str, Any] = {}
     exec(f"def target({target}): ...\ndef ours({ours}): ...", made)
-    assert mismatch(*(Parameters.of(made[name], 0) for name in ("target", "ours"))) == reason
+    assert mismatch(*(parameters_of(made[name], 0) for name in ("target", "ours"))) == reason
 
 
 FUNCTIONS = [  # but for one that takes keywords alone
