@@ -85,7 +85,6 @@ class StoreClient:
         a config that is too long.
         """
         self.state, self.last_error = State.DOWN, ""
-        self.info: dict[str, Any] = {}  # what the last process said when it was ready
         self.counts = dict.fromkeys(("starts", "killed", "died", "refused", "full"), 0)
         self._arena, self._limits = arena, limits
         self._command = *(WORKER if command is None else command), backend
@@ -262,7 +261,6 @@ class StoreClient:
     def _take(self, packet: bytes, now: float, events: list[Event]) -> None:
         kind, number, count, body = unpack(packet)
         if kind is Kind.READY:
-            self.info = json.loads(body)
             if self.state is State.STARTING:
                 self.state = State.UP
         elif kind is Kind.OOPS:

@@ -58,11 +58,6 @@ class Ring:
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._aim = threading.local()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slots * self.stride
-
     def slot(self, number: int) -> np.ndarray:
         """Returns the bytes of a slot, a view: payload, seal and padding."""
         return self._bytes[number]

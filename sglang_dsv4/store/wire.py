@@ -1,7 +1,7 @@
 """Packs the messages between a scheduler and its store process, one packet of a SOCK_SEQPACKET socket each.
 
     scheduler -> process   HELLO json | WRITE t key piece* | ASK t question | LOAD t spot* | DROP t | DRAIN milliseconds
-    process -> scheduler   READY json | COPIED t n | STORED t code* | FOUND t end | LOADED t code* | OOPS t text | BYE
+    process -> scheduler   READY | COPIED t n | STORED t code* | FOUND t end | LOADED t code* | OOPS t text | BYE
 
 So a message is whole or absent, however a process ends. Beside the socket both map one shared memory: words that either
 side reads without a call, and a ring of token ids, which are too many for a packet.

@@ -48,7 +48,6 @@ class Worker:
     """Owns the process: takes packets, starts the lanes, and ends all of it."""
 
     def __init__(self, sock: socket.socket, hello: dict[str, Any], arena: np.ndarray, shared: np.ndarray) -> None:
-        self._started = time.monotonic()
         self._hello, self._arena = hello, arena
         self._channel = Channel(sock, shared)
         self._ids = shared[wire.CONTROL :].view(np.int32)
@@ -142,10 +141,8 @@ class Worker:
         backend = make_backend(hello["backend"], hello["config"], hello["model"], ring, hello["least_free"])
         start_check(backend)
         lanes = Lanes(self._arena, hello["unit_bytes"], hello["in_tail"], backend, ring, secret, channel.beat)
-        seconds = round(time.monotonic() - self._started, 2)
-        ready = {"pid": os.getpid(), "seconds": seconds, "ring_bytes": ring.nbytes, "backend": backend.name}
         self._ready = True
-        channel.send(Kind.READY, body=json.dumps(ready).encode())
+        channel.send(Kind.READY)
         return lanes
 
     def _end(self, status: int) -> None:

@@ -92,7 +92,7 @@ class Life:
         return True
 
     def ready(self):
-        self.say(Kind.READY, body=b'{"pid": 1}')
+        self.say(Kind.READY)
 
     def codes(self, kind, ticket, codes):
         return self.say(kind, ticket, len(codes), bytes(codes))

@@ -141,7 +141,7 @@ class Scheduler:
         return [Code(code) for code in body]
 
     def ready(self):
-        assert set(json.loads(self.wait(Kind.READY)[1])) == {"pid", "seconds", "ring_bytes", "backend"}
+        self.wait(Kind.READY)
         return self
 
     def store(self, ticket, prompt, end):

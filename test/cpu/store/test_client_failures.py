@@ -134,7 +134,6 @@ BROKEN = {
     "too many copied": lambda life, write, read: life.say(Kind.COPIED, write, 4),
     "fewer copied than before": lambda life, write, read: life.say(Kind.COPIED, write, 0),
     "too many codes": lambda life, write, read: life.codes(Kind.STORED, write, [0] * 4),
-    "ready without json": lambda life, write, read: life.say(Kind.READY, body=b"{"),
 }
 
 

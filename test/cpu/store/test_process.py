@@ -61,7 +61,7 @@ if mode.startswith("closes its end"):
     sys.exit(3)
 if mode == "never ready":
     time.sleep(1000)
-say(Kind.READY, body=json.dumps({"pid": os.getpid()}).encode())
+say(Kind.READY)
 while True:
     raw = end.recv(MOST_BYTES)
     if not raw:
@@ -116,6 +116,10 @@ class World:
         self.arena = Arena(self.file, nbytes, START, UNITS, UNIT)
         self.client = StoreClient(self.arena, 5, "none", {}, "model", None, Limits(**limits), self.command(mode))
         self.events, self.longest = [], 0.0
+
+    @property
+    def pid(self):
+        return self.client._process._child.pid
 
     def command(self, mode):
         return (sys.executable, str(self.script), mode, str(self.folder))
@@ -208,12 +212,12 @@ def test_a_process_that_was_started_early_is_the_first_one(world):
     pid = early._process._child.pid
     here.client._launch = early.launch
     here.up()
-    assert here.client.info["pid"] == pid
+    assert here.pid == pid
     assert here.answered(here.write(3), "stored").value == bytes(1)
     early.close()
     assert is_alive(pid), "it is the client's now"
     os.kill(pid, signal.SIGKILL)
-    here.until(lambda: here.client.state is State.UP and here.client.info["pid"] != pid)
+    here.until(lambda: here.client.state is State.UP and here.pid != pid)
     assert here.answered(here.write(4), "stored").value == bytes(1)
 
 
@@ -242,7 +246,7 @@ def test_an_early_process_that_nobody_takes_ends(world):
 
 def test_sigkill_gives_the_units_back_and_the_next_process_works(world):
     here = world("hangs and writes late", back_off=(0.1, 1.0)).up()
-    pid = here.client.info["pid"]
+    pid = here.pid
     ticket = here.ask()
     here.answered(ticket, "found")
     here.client.load(ticket, [Spot(9, 0, 0), Spot(10, 0, 0)])
@@ -260,7 +264,7 @@ def test_sigkill_gives_the_units_back_and_the_next_process_works(world):
 
 def test_sigstop_is_refused_then_killed(world):
     here = world(slow=0.3, hang=1.0).up()
-    pid, begin = here.client.info["pid"], time.monotonic()
+    pid, begin = here.pid, time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     ticket = here.write(1, 2, 3)
     here.until(lambda: time.monotonic() > begin + 0.5)
@@ -366,7 +370,7 @@ def test_a_fork_that_holds_the_sockets(world, monkeypatch, ends):
         monkeypatch.undo()
         monkeypatch.setenv("PYTHONPATH", str(Path(sglang_dsv4.__file__).parents[1]))
         stack.enter_context(holder())
-        pid = here.client.info["pid"]
+        pid = here.pid
         if ends == "dies":
             ticket = here.ask(9, 9, 9, 9)
             here.answered(ticket, "found")
@@ -387,7 +391,7 @@ def test_a_fork_that_holds_the_sockets(world, monkeypatch, ends):
 
 def test_close_writes_all_that_was_accepted(world):
     here = world("slow").up()
-    pid = here.client.info["pid"]
+    pid = here.pid
     tickets = [here.write(unit) for unit in range(UNITS)]
     assert None not in tickets
     here.events += here.client.close(20.0)
@@ -401,7 +405,7 @@ def test_close_writes_all_that_was_accepted(world):
 
 def test_close_kills_what_does_not_drain(world):
     here = world("does not drain").up()
-    pid, begin = here.client.info["pid"], time.monotonic()
+    pid, begin = here.pid, time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     ticket = here.write(1, 2)
     events = here.client.close(0.2)
@@ -414,19 +418,19 @@ def test_a_process_whose_client_is_gone_sees_the_end(world):
     """Nothing else holds the client's end; a real one drains then."""
     here = world().up()
     here.client._process.close()
-    pid = here.client.info["pid"]
+    pid = here.pid
     here.until(lambda: not is_alive(pid))
 
 
 def test_tickets_without_bound_never_wait(world):
     here = world(tickets=10**6, credits=10**9, slow=1e9, hang=1e9).up()
-    os.kill(here.client.info["pid"], signal.SIGSTOP)
+    os.kill(here.pid, signal.SIGSTOP)
     begin, accepted = time.monotonic(), []
     while (ticket := here.client.write([Piece(unit, 0, KEY) for unit in range(11)], KEY)) is not None:
         accepted.append(ticket)
     assert len(accepted) > 50
     assert time.monotonic() - begin < 10.0
     assert here.client.counts["full"] == 1
-    os.kill(here.client.info["pid"], signal.SIGCONT)
+    os.kill(here.pid, signal.SIGCONT)
     here.answered(accepted[3], "stored")
     assert [here.returned(ticket) for ticket in accepted[:4]] == [[*range(11)]] * 4

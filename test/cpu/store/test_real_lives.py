@@ -65,7 +65,7 @@ def test_a_store_process_that_is_killed_at_random(monkeypatch, tmp_path):
 
     def step(number):
         if number in due and client.state is State.UP and plain.tier._open:
-            os.kill(client.info["pid"], signal.SIGKILL)
+            os.kill(client._process._child.pid, signal.SIGKILL)
             del due[number]
         if world.step() is None:
             time.sleep(0.001)  # it waits for the store

@@ -1,6 +1,5 @@
 """A real store process is spoken to as its scheduler does; its store lies, and it or its scheduler is killed."""
 
-import json
 import os
 import select
 import signal
@@ -55,8 +54,7 @@ def files_of(start, pieces):
 
 def test_the_command_writes_finds_loads_and_ends(start):
     first = start(command=["-m", "sglang_dsv4.testing.store_worker", "file"])
-    info = json.loads(first.wait(Kind.READY, seconds=100)[1])
-    assert info["pid"] == first.pid and info["backend"] == "file"
+    first.wait(Kind.READY, seconds=100)
     arena = max(
         (m for m in psutil.Process(first.pid).memory_maps(grouped=False) if "memfd:test" in m.path),
         key=attrgetter("size"),
