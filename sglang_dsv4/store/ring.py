@@ -35,19 +35,16 @@ class Anchor:
         """Returns the bytes of an index."""
         return 1
 
-    get_size_per_token = get_ksize_per_token
+    def get_size_per_token(self) -> int:
+        """Returns the same, by another name."""
+        return self.get_ksize_per_token()
 
 
-class Ring:
+class Ring(Anchor):
     """Owns ``slots`` slots, each of a unit and its seal."""
 
-    page_size = 1
     layout = "page_first"
     device = "cpu"
-    pin_memory = False
-    allocator = None
-    kv_buffer = None
-    dtype = torch.uint8
 
     def __init__(self, unit_bytes: int, slots: int) -> None:
         self.unit_bytes = unit_bytes
@@ -92,8 +89,6 @@ class Ring:
     def get_ksize_per_token(self) -> int:
         """Returns the bytes of an index."""
         return self.stride
-
-    get_size_per_token = get_ksize_per_token
 
     def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
         """Returns a slot as a tensor, a view."""
