@@ -7,10 +7,15 @@ scheduler know is refused where they are: a layout in ``pools.describe``, the ki
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from sglang_dsv4.settings import read_settings
+
+logger = logging.getLogger(__name__)
 
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 BACKENDS = ("nixl", "mooncake", "fake")  # of transfers, whose way with pages was read; fake moves nothing
@@ -90,7 +95,6 @@ def launch(**known: Any) -> Launch:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: PLC0415
 
     from sglang_dsv4.engine.releases import engine_release  # noqa: PLC0415
-    from sglang_dsv4.settings import read_settings  # noqa: PLC0415
 
     spec = context.get_spec()
     said = {
@@ -224,3 +228,17 @@ def reasons(on: Launch, *parts: Part) -> Iterator[str]:
 def refusal(on: Launch, *parts: Part) -> str | None:
     """Returns the first of these reasons, if any."""
     return next(reasons(on, *parts), None)
+
+
+def leave_sessions(reason: str, and_store: bool = True) -> None:
+    """Says why no session is kept, where the user asked for them; and_store: nor is anything in the store."""
+    if read_settings().sessions.asked:
+        logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+    if and_store:
+        leave_store(reason)
+
+
+def leave_store(reason: str) -> None:
+    """Says why a server has nothing of its store, if it has one."""
+    if read_settings().store.backend:
+        logger.warning("store: nothing is written or read: %s", reason)

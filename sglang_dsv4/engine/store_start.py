@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.engine.coverage import leave_store
 from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.engine.memory import ranks_of
 from sglang_dsv4.engine.ranks import will_be_first
@@ -46,9 +47,8 @@ logger = logging.getLogger(__name__)
 def start_early() -> None:
     """Starts the store's process on a rank that may have the client: it imports the engine while weights are loaded."""
     settings = read_settings()
-    if why := left_out("DSV4_PLAIN", settings.plain, engine_version()):  # ``join_store`` is behind these hooks
-        logger.warning("store: nothing is written or read: %s", why)
-    elif server.early_store is None and will_be_first(settings.share):
+    joins = not left_out("DSV4_PLAIN", settings.plain, engine_version())  # ``join_store`` is behind these hooks
+    if joins and server.early_store is None and will_be_first(settings.share):
         server.early_store = Early((*(COMMAND or WORKER), settings.store.backend))
 
 
@@ -63,7 +63,7 @@ def join_store(
     assert host is not None
     weights = host.context.weight_version
     if weights() != 0:  # before a switch of roles; the identity is of the files
-        logger.warning("store: nothing is written or read: %s", "the weights were updated since the start")
+        leave_store("the weights were updated since the start")
         return None
     config = config_of(settings)
     keys = Keys(sessions.trie, _identity(settings, pool, scheduler), settings.store_secret or None)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.families import window_start
-from sglang_dsv4.engine.coverage import IN_SLOTS, Part, launch, refusal
+from sglang_dsv4.engine.coverage import IN_SLOTS, Part, launch, leave_store, refusal
 from sglang_dsv4.engine.memory import ranks_of
 from sglang_dsv4.engine.plain.serving import may_share, namespace, tokens_between
 from sglang_dsv4.engine.releases import engine_release
@@ -176,7 +176,7 @@ def start_points(pool: TokenToKVPool, scheduler: Any) -> None:
     if reason is None and host is not None and whole_every(host.buffers) != host.buffers.geometry.page_size:
         reason = IN_SLOTS
     if reason is not None or host is None:
-        logger.warning("store: nothing is written or read: %s", reason)
+        leave_store(reason)
         return
     sessions = SessionStore(
         host, lambda: pool.full_to_swa_index_mapping, bool(algorithm.is_eagle()),

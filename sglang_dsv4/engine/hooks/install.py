@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from sglang_dsv4.engine.coverage import leave_sessions
 from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.hooks.check import ADVICE, Installation, in_place
 from sglang_dsv4.engine.hooks.table import hooks_for, left_out
@@ -102,10 +103,7 @@ def _install() -> Installation:
         installation.failure = error
         return installation
     if reason := left_out("DSV4_PLAIN", settings.plain, version):
-        if settings.sessions.asked:
-            logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
-        if settings.store.backend:
-            logger.warning("store: nothing is written or read: %s", reason)
+        leave_sessions(reason)
     if version not in TESTED:
         logger.warning("sglang %s is not tested with this package (tested: %s)", version, ", ".join(TESTED))
     logger.info("%d hooks installed into sglang %s", len(installation.hooks), version)

@@ -17,6 +17,8 @@ from sglang_dsv4.engine.coverage import (
     Launch,
     Part,
     launch,
+    leave_sessions,
+    leave_store,
     reasons,
     refusal,
 )
@@ -64,7 +66,7 @@ def _start(scheduler: Any) -> None:
             before.end()
             delattr(pool, name)
     if mode == DisaggregationMode.DECODE:
-        _leave_sessions(COMES_COMPUTED, and_store=False)
+        leave_sessions(COMES_COMPUTED, and_store=False)
         if read_settings().store.backend:
             points.start_points(pool, scheduler)
         return
@@ -79,11 +81,11 @@ def _start(scheduler: Any) -> None:
     if reason is not None and not prefills:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
-        _leave_sessions(reason)
+        leave_sessions(reason)
         return
     reason = reason or next(session_reasons(scheduler, on), None)
     if prefills and reason is not None:
-        _leave_sessions(reason)
+        leave_sessions(reason)
         return
     reserve_host_memory(pool, scheduler, engine_release().draft_pool(scheduler))
     if pool.host is None:
@@ -106,10 +108,10 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if reason is None and host.memory.ranks < attention_ranks():
         reason = NOT_SHARED
     if reason is not None:
-        _leave_sessions(reason)
+        leave_sessions(reason)
         return
     if not wanted.kept:
-        _leave_store("DSV4_SESSIONS=off: a store keeps sessions")
+        leave_store("DSV4_SESSIONS=off: a store keeps sessions")
         return
     bigram, log_saves = publish.is_bigram(scheduler.tree_cache), scheduler.server_args.log_requests
     plain.sessions = SessionStore(
@@ -122,24 +124,11 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         "" if wanted.asked else "; retracted requests go first, and DSV4_SESSIONS=off ends it",
     )
     if (reason := refusal(launch(), Part.STORE)) is not None:
-        _leave_store(reason)
+        leave_store(reason)
     elif read_settings().store.backend:
         from sglang_dsv4.engine.store_start import join_store  # noqa: PLC0415
 
         plain.tier = join_store(plain.pool, scheduler, plain.sessions)
-
-
-def _leave_sessions(reason: str, and_store: bool = True) -> None:
-    """Says why no session is kept, where the user asked for them; and_store: nor is anything in the store."""
-    if read_settings().sessions.asked:
-        logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
-    if and_store:
-        _leave_store(reason)
-
-
-def _leave_store(reason: str) -> None:
-    if read_settings().store.backend:
-        logger.warning("store: nothing is written or read: %s", reason)
 
 
 def session_reasons(scheduler: Any, on: Launch) -> Iterator[str]:
