@@ -112,7 +112,7 @@ class Rank:
         return seconds
 
     def _save(self, host: Any, place: int, wait: bool = True) -> Any:
-        from sglang_dsv4.pools.save_request import SaveRequest  # noqa: PLC0415
+        from sglang_dsv4.pools.copy_service import SaveRequest  # noqa: PLC0415
 
         swa_map = self.subject.pool.full_to_swa_index_mapping
         return host.save(SaveRequest(host.request(self.places[place], swa_map, 1 + place), wait=wait))

@@ -30,7 +30,7 @@ from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import ArenaSize, PoolSize, arena_size
 from sglang_dsv4.metrics import Counters
 from sglang_dsv4.pools.host_rows import HostRows
-from sglang_dsv4.pools.save_request import SaveRequest
+from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -64,6 +64,23 @@ class ServerContext:
     take_results: Callable[[], None] = lambda: None  # takes all such results
     host_rows: Sequence[torch.Tensor] = ()  # that the engine keeps on the host: of each token, by its full slot
     on_host_rows: Callable[[torch.Tensor], None] = lambda slots: None  # pages that begin at these slots get such rows
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Tells ``CopyService.save`` what to copy. It changes nothing on its way."""
+
+    request: Request  # on the device
+    saved: Sequence[int] = ()  # host units that hold its first pages already; the copy holds them, too
+    kept: KeptRows | None = None  # has detached the request's HiSparse rows; the copy takes them
+    wait: bool = True  # until the bytes are on the host
+    first_page: int = 0  # the first that needs a unit
+    tail: bool = True  # whether the copy has one
+
+    @property
+    def tokens(self) -> int:
+        """Counts the tokens of the request."""
+        return int(self.request.indices.shape[0])
 
 
 def wanted_size(

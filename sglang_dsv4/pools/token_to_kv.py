@@ -19,11 +19,10 @@ from sglang_dsv4.hostmem.reserve import reserve
 from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import ArenaSize
 from sglang_dsv4.pools import page_major
-from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_size
+from sglang_dsv4.pools.copy_service import CopyService, SaveRequest, ServerContext, wanted_size
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe, is_online, online_refusal
 from sglang_dsv4.pools.host_rows import row_bytes
 from sglang_dsv4.pools.kept_rows import KeptRows
-from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.pools.sub_pools import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.transfer.buffers import DeviceBuffers

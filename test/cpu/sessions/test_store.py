@@ -18,9 +18,8 @@ from stateful.pool import PAGE, SPEC, Device
 from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import CopyEngineError
 from sglang_dsv4.hostmem.sizing import ArenaSize
-from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.pools.copy_service import CopyService, SaveRequest
 from sglang_dsv4.pools.describe import describe
-from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings

@@ -18,9 +18,8 @@ from sglang_dsv4.cache.units import Units
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.sizing import ArenaSize
-from sglang_dsv4.pools.copy_service import CopyService, ServerContext
+from sglang_dsv4.pools.copy_service import CopyService, SaveRequest, ServerContext
 from sglang_dsv4.pools.describe import describe
-from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
