@@ -47,11 +47,11 @@ class SessionStore:
         log_saves: bool = False,
     ) -> None:  # fmt: skip
         self._host, self._memory, self._swa_map = host, host.memory, swa_map
-        self._page = host.buffers.geometry.page_size
+        self.page_size = host.buffers.geometry.page_size
         self._units = self._memory.units
         self.log_saves = log_saves or host.settings.verify
         self.counters = SessionCounters()
-        self.kept = Kept(self._memory, self._page, bigram, most_bytes, self.counters)
+        self.kept = Kept(self._memory, self.page_size, bigram, most_bytes, self.counters)
         self.trie, self.order, self.lookup = self.kept.trie, self.kept.order, self.kept.lookup
         self._unchecked: list[tuple[Name | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
         self._exported = 0  # the version that the gauges show
@@ -67,7 +67,7 @@ class SessionStore:
 
     def last_end(self, tokens: int) -> int:
         """Returns the last page end of a request of which ``tokens`` tokens are computed and known."""
-        return max(0, tokens - self.trie.ahead) // self._page * self._page
+        return max(0, tokens - self.trie.ahead) // self.page_size * self.page_size
 
     # ------------------------------------------------------------------------------------------------------ keep
 
@@ -104,9 +104,9 @@ class SessionStore:
         tokens, last = slots.shape[0], None
         if behind is not None and behind.tokens <= tokens and self.stands(behind):
             last = behind.page
-        first = self.trie.depth(last) * self._page
+        first = self.trie.depth(last) * self.page_size
         keys = list(self.trie.keys(tokens_from(first), tokens - first))
-        assert len(keys) * self._page == tokens - first
+        assert len(keys) * self.page_size == tokens - first
         found = self.trie.walk(namespace, keys, last)
         last, keys = (found[-1] if found else last), keys[len(found) :]
         here = self.trie.point.get(last) if last is not None and not keys else None
@@ -216,11 +216,6 @@ class SessionStore:
 
     # ------------------------------------------------------------------------------------------------ from a store
 
-    @property
-    def page_size(self) -> int:
-        """Counts the tokens of a page."""
-        return self._page
-
     def lend(self, point: Point, pages: UnitNumbers, tail: UnitNumbers) -> HostCopy:
         """Makes a copy of some units of ``point``, which holds them while a process beside this one reads them."""
         geometry, weights = self._host.buffers.geometry, self._host.context.weight_version()
@@ -245,7 +240,7 @@ class SessionStore:
             if not self.kept.find_room(needs, "room", PLAIN):
                 return None
             geometry, weights = self._host.buffers.geometry, self._host.context.weight_version()
-            return self._memory.allocate(len(keys) * self._page, geometry, weights, begins=len(walked))
+            return self._memory.allocate(len(keys) * self.page_size, geometry, weights, begins=len(walked))
         except HostCopyError as error:
             self._host.counters.fallback(type(error).__name__, f"a point of {len(keys)} pages in a store: {error}")
             return None
@@ -299,7 +294,7 @@ class SessionStore:
                 point.checksums = [copy.checksums[copy.in_pages + number] for number in range(copy.in_tail)]
 
     def _save(self, slots: torch.Tensor, first_page: int, hints: Hints, window: bool) -> HostCopy | None:
-        needs = slots.shape[0] // self._page - first_page + self.kept.in_tail * window
+        needs = slots.shape[0] // self.page_size - first_page + self.kept.in_tail * window
         if not self.kept.find_room(needs, "room", hints):
             return None
         try:
@@ -328,7 +323,7 @@ class SessionStore:
 
     def record_hit(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
         """Counts a request that has ``tokens`` tokens more of its prefix after a load from ``first_page`` on."""
-        alone = (first_page + 1) * self._page == point.tokens
+        alone = (first_page + 1) * self.page_size == point.tokens
         kind = "store" if point.from_store else "window" if alone else "pages"
         point.from_store = False
         self.counters.record_hit(kind, tokens, nbytes)

@@ -59,7 +59,7 @@ class Tier:
         whether its argument is true on every rank. on_sent: called with a point that waited when its last units
         were lent to a write, when it went, or when there were too many.
         """
-        self._sessions, self._memory, self._client, self._keys = sessions, memory, client, keys
+        self._sessions, self._memory, self._client, self.keys = sessions, memory, client, keys
         self._trie, self._page = sessions.trie, sessions.page_size
         self._patience, self._weights, self._first_weights = patience, weights, weights()
         self._together, self._on_sent = together, on_sent
@@ -83,11 +83,6 @@ class Tier:
         self._told_error, self._told_at = "" if client is None else client.last_error, 0.0
         self._looked = time.monotonic()
         sessions.kept.on_gone, sessions.has_store = self._forget, True
-
-    @property
-    def keys(self) -> Keys:
-        """Returns the names of what is written."""
-        return self._keys
 
     @property
     def is_on(self) -> bool:
@@ -223,7 +218,7 @@ class Tier:
 
     def _forget(self, pages: Iterable[Page]) -> None:
         """Forgets pages that went."""
-        self._keys.forget(pages)
+        self.keys.forget(pages)
         self._sent.difference_update(pages)
 
     # ------------------------------------------------------------------------------------------------------- writes
@@ -276,8 +271,8 @@ class Tier:
         self._sent.update(pages)
         number = self._number(write)
         if self._client is not None:
-            write.group = self._keys.of(point.page)
-            write.pieces = [Piece(page, PAGE, self._keys.of(page)) for page in pages]
+            write.group = self.keys.of(point.page)
+            write.pieces = [Piece(page, PAGE, self.keys.of(page)) for page in pages]
             write.pieces += [Piece(unit, part, write.group) for part, unit in enumerate(tail, PAGE + 1)]
             self._to_send.append(number)
 
@@ -339,7 +334,7 @@ class Tier:
 
     def _send_ask(self, client: StoreClient, number: int, ask: Ask) -> bool:
         first = len(self._trie.walk(ask.namespace, self._trie.keys(ask.tokens, ask.count * self._page)))
-        root = self._keys.root(ask.namespace)
+        root = self.keys.root(ask.namespace)
         question = Question(root, ask.have, first, ask.count, self._page, self._trie.ahead, 0)
         ask.ticket = client.ask(question, ask.tokens)
         if ask.ticket is not None:

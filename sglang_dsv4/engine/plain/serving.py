@@ -102,7 +102,7 @@ class PlainServing:
         del self._saved[id(saved.req)]
         saved.copy.release()
         if reason is not None:
-            self.left_to_engine(reason, f"request {saved.req.rid!r} {message}")
+            self.host.counters.fallback(reason, f"request {saved.req.rid!r} {message}")
 
     def end(self) -> None:
         """Releases every copy and all sessions: the server takes another role."""
@@ -113,10 +113,6 @@ class PlainServing:
             if self.tier is not None:
                 self.tier.close()
             self.host.memory.cache = None
-
-    def left_to_engine(self, reason: str, message: str) -> None:
-        """Counts a request that the engine prefills again."""
-        self.host.counters.fallback(reason, message)
 
 
 def plain_of(allocator: Any) -> PlainServing | None:
@@ -136,7 +132,7 @@ def save_retracted(batch: Any, idx: int) -> None:
         return
     reason = next(_reasons(plain.host, req, batch.tree_cache), None)
     if reason is not None:
-        plain.left_to_engine(*reason)
+        plain.host.counters.fallback(*reason)
         return
     hicache.wait_for_loads(batch.tree_cache)
     slots, slot = saved_slots(req, batch.req_to_token_pool), int(req.kv.req_pool_idx)

@@ -234,7 +234,7 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
             continue
         if id(req) not in waiting or plain.saved_of(req) is not None:
             continue  # it was admitted, or has left
-        engine_release().match(tree, req)
+        req.init_next_round_input(tree)
         if _load(plain, store, tree, req, fits):
             return
 
@@ -302,7 +302,7 @@ class _Loading:
                 return
             room.make_room(self.tree, self.allocator, end - len(held), self.page)
             nbytes = self._into_new_pages(held, first)
-        engine_release().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
+        self.req.init_next_round_input(self.tree)  # without a load, too: to evict may have taken its window
         if nbytes is None:
             return
         if self.req.prefix_len < end:
@@ -340,4 +340,4 @@ class _Loading:
     def _give_up(self, reason: str, message: str) -> None:
         """Leaves the request to the engine, until another point comes; it would be loaded again in each pass."""
         request_state(self.req).found = request_state(self.req).found._replace(point=None)
-        self.plain.left_to_engine(reason, f"request {self.req.rid!r}: {message}")
+        self.plain.host.counters.fallback(reason, f"request {self.req.rid!r}: {message}")

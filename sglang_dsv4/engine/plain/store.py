@@ -34,7 +34,7 @@ def ask(plain: PlainServing, scheduler: Any, req: Any) -> None:
     have = 0 if found.point is None else found.point.tokens
     if not tier.spared(limit, have):
         return  # before the engine's match, which takes some times as long
-    engine_release().match(tree, req)
+    req.init_next_round_input(tree)
     state.ask = tier.ask(namespace(req), tokens, limit, max(have, int(req.prefix_len)))
     if state.ask is None:
         return

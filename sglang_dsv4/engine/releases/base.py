@@ -139,10 +139,6 @@ class Release:
             return tree.tree_core.get_component_device_value(req.last_node, _swa()) is not None
         return not tree.tree_core.swa_tombstone_ranges(self._key(tree, req, end), first, end)
 
-    def match(self, tree: Any, req: Any) -> None:
-        """Lets a waiting request take its prefix anew."""
-        req.init_next_round_input(tree)
-
     def recall(self, batch: Any, scheduler: Any) -> None:
         """Writes anew the memory that a model (Engram) keeps by row of a request's last tokens; no copy holds it."""
         scheduler.ngram_embedding_manager.prepare_for_forward(batch, chunked_req=None)

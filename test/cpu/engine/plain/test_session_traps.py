@@ -112,7 +112,7 @@ def test_trap_7_the_way_to_a_point_is_not_evicted_for_it():
     world.submit(range(1300), max_new=4)
     world.run()
     req = world.submit(range(1310), max_new=2)
-    engine_release().match(world.tree, req)
+    req.init_next_round_input(world.tree)
     with engine_release().full_pages(world.tree, req, 1280) as held:
         assert len(held) == 1280
         forget(world)
