@@ -109,7 +109,6 @@ class Backend:
 
     def put(self, names: Sequence[str], slots: Sequence[int], group: str) -> list[bool]:
         """Stores the slots' bytes; False: surely not stored. group: what a store that can evicts together."""
-        del group
         return self._batch(self.engine.batch_set_v2, names, slots)
 
     def get(self, names: Sequence[str], slots: Sequence[int]) -> list[Code]:
@@ -118,21 +117,17 @@ class Backend:
 
     def expect(self, names: Sequence[str]) -> None:
         """Takes a hint: these are read soon, in this order."""
-        del names
 
     def exists(self, names: Sequence[str]) -> list[bool] | None:
         """Returns which objects the backend says are there; None: it cannot be asked."""
-        del names
         return None
 
     def remove(self, name: str) -> bool:
         """Removes an object; True: a put stores new bytes now."""
-        del name
         return False
 
     def room(self, nbytes: int) -> bool:
         """Returns whether ``nbytes`` may be put."""
-        del nbytes
         return True
 
     def is_full(self) -> bool:
