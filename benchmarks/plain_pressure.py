@@ -199,7 +199,8 @@ def package_and_stock(
         **(more or {}),
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stock = stack.enter_context(score.control_server(arguments))
+        stock = score.launch_stock(arguments, "plain", {}, score.APART, arguments.server)
+        stack.callback(stock.stop)
         folder = arguments.logs / arguments.name
         package = servers.launch("plain", arguments.model_path, arguments.server, ours, folder)
         stack.callback(package.stop)
@@ -255,7 +256,8 @@ def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace
     asked = [zip(run.load.prompts, run.load.new_tokens, run.answers, strict=True) for run in runs]
     whole = [one for one in itertools.chain.from_iterable(asked) if one[2].outcome == "whole"][: arguments.score]
     load = Load([prompt for prompt, _, _ in whole], [count for _, count, _ in whole])
-    return score.scored(name, url, load, [answer for _, _, answer in whole], arguments.timeout, TOGETHER)
+    answers = [answer for _, _, answer in whole]
+    return score.summary(name, score.score_each(url, load, answers, arguments.timeout, TOGETHER))
 
 
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:

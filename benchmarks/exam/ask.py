@@ -136,7 +136,7 @@ def read_parity(url: str, asked: Sequence[Problem], timeout: float) -> list[dict
     rows = []
     for one in asked:
         ids, prompt = [*one.input_ids, *one.answer_ids], len(one.input_ids)
-        served = score.teacher_forced(url, ids[:1], ids[1:], timeout)
+        served, _ = score.read(url, ids[:1], ids[1:], timeout)
         apart = [abs(here - there) for here, there in zip(served, one.logprobs, strict=True)]
         row: dict[str, Any] = {"prompt": prompt, "answer": len(one.answer_ids)}
         for name, of in (("prompt", slice(prompt - 1)), ("answer", slice(prompt - 1, None))):

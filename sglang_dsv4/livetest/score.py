@@ -10,12 +10,11 @@ many a family changes that matters little, and how many stock's recompute change
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import itertools
 import statistics
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,19 +42,11 @@ def words(arguments: Namespace) -> dict[str, str]:
     return {RETRACTS_AGAIN: OFF, **zeroed} if arguments.score else {}
 
 
-def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
-    """Returns the log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
-
-    Raises as ``read``.
-    """
-    return read(url, prompt, answer, timeout)[0]
-
-
 def read(
     url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float, more: Mapping[str, Any] | None = None
 ) -> tuple[list[float], int]:
-    """Reads as ``teacher_forced`` does, with how many tokens the server found in its prefix tree: none behind
-    ``prompt``. more: fields of the request's body.
+    """Returns the log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``, and how many
+    tokens it found in its prefix tree: none behind ``prompt``. more: fields of the request's body.
 
     Raises OSError where it does not answer, ValueError where it does not answer the question.
     """
@@ -76,21 +67,16 @@ def read(
     return values, int(said["meta_info"].get("cached_tokens", 0))
 
 
-def scored(
-    name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
-) -> dict[str, Any]:
-    """Scores a run's whole answers, ``at_once`` together; returns its row. Reports answers without a score."""
-    return summary(name, score_each(url, load, answers, timeout, at_once))
-
-
 def score_each(url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1) -> list[list[float]]:
-    """Returns the log probabilities of each answer's tokens; none of an answer that cannot be scored, which is said."""
+    """Returns the log probabilities of each answer's tokens, ``at_once`` together; none of an answer that cannot be
+    scored, which is said.
+    """
 
     def score_of(prompt: Sequence[int], answer: Answer) -> list[float]:
         if answer.outcome != "whole":
             return []
         try:
-            return teacher_forced(url, prompt, answer.tokens, timeout)
+            return read(url, prompt, answer.tokens, timeout)[0]
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             print(f"  not scored: {type(error).__name__}: {error}", flush=True)
             return []
@@ -186,16 +172,6 @@ def without_hisparse(words: Sequence[str]) -> list[str]:
     parser.add_argument("--enable-hisparse", action="store_true")
     parser.add_argument("--hisparse-config")
     return parser.parse_known_args(words)[1]
-
-
-@contextlib.contextmanager
-def control_server(arguments: Namespace) -> Iterator[servers.Server]:
-    """Starts a quiet stock server, not yet up, that stops at the end."""
-    server = launch_stock(arguments, "plain", {}, APART, arguments.server)
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def score_all(

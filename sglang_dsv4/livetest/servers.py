@@ -218,11 +218,6 @@ def model_path(text: str) -> str:
     return text
 
 
-def hidden_size(model: str) -> int:
-    """Returns the width of the model in a folder here. Raises CommandError as ``of_config``."""
-    return of_config(model, "hidden_size")[0]
-
-
 def of_config(model: str, *names: str) -> list[int]:
     """Returns numbers of the config of the model in a folder here. Raises CommandError where it does not say them."""
     try:

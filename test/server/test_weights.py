@@ -102,7 +102,7 @@ def test_stale_copies_are_computed_again(start, arguments, require):
     servers.wait_until_up(started, servers.PATIENCE)
     prefill, decode = started
     run = Run(Load.of(arguments), arguments, decode.url, prefill.url, 1)
-    stop, done, width = threading.Event(), list[bool](), servers.hidden_size(arguments.model)
+    stop, done, width = threading.Event(), list[bool](), servers.of_config(arguments.model, "hidden_size")[0]
     updater = threading.Thread(target=keep_updating, args=(started, width, UPDATES, stop, done), daemon=True)
     updater.start()
     run.execute("weights")

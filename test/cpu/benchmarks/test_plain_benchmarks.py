@@ -78,7 +78,7 @@ def test_a_run_under_pressure_gives_its_rows_and_misses_what_is_bad(measured):
 def test_conversations_that_go_on_are_judged_by_their_sessions(measured, monkeypatch):
     arguments = pressure.parse([*WORDS, *SESSIONS])
     asked = []
-    monkeypatch.setattr(pressure.score, "scored", lambda name, _, load, *__: asked.append(load) or scored(name, load))
+    monkeypatch.setattr(pressure.score, "score_each", lambda _, load, *__: asked.append(load) or scored(load))
     monkeypatch.setattr(Plain, "facts", {"cached_tokens": 9, "cached_tokens_details": {"device": 4, "host": 5}})
     rows, servers = measured(arguments)
     lengths = [len(prompt) for number, prompt in enumerate(asked[0].prompts[:18]) if number % 3]
@@ -128,10 +128,9 @@ def test_a_conversation_that_comes_to_its_time_before_it_is_cut_off_is_cut_off(m
     assert outcomes.count("cut") == len(outcomes) - outcomes.count("whole") > 0
 
 
-def scored(name, load):
-    """The row of the scores of ``load``, all alike."""
-    values = [[-1.0] * count for count in load.new_tokens]
-    return pressure.score.summary(name, values)
+def scored(load):
+    """The scores of ``load``, all alike."""
+    return [[-1.0] * count for count in load.new_tokens]
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,24 @@ def plain():
 
 
 def test_the_answer_alone_is_scored_each_token_behind_all_before_it(plain):
-    assert score.teacher_forced(plain, PROMPTS[0], GOOD[0].tokens, 5) == [-1.0] * 8
-    assert score.teacher_forced(plain, PROMPTS[0], BETWEEN[0].tokens, 5) == [-15.0, *[-1.0] * 7]
+    assert score.read(plain, PROMPTS[0], GOOD[0].tokens, 5)[0] == [-1.0] * 8
+    assert score.read(plain, PROMPTS[0], BETWEEN[0].tokens, 5)[0] == [-15.0, *[-1.0] * 7]
 
 
 def test_the_vocabularys_last_token_is_named_0_by_the_engine(monkeypatch):
     listed = [[None, 7, None], [-1.5, 0, None], [-2.0, 9, None]]
     monkeypatch.setattr(score.servers, "post", lambda *_: {"meta_info": {"input_token_logprobs": listed}})
-    assert score.teacher_forced("url", [5, 7], [2047, 9], 5) == [-1.5, -2.0]
+    assert score.read("url", [5, 7], [2047, 9], 5) == ([-1.5, -2.0], 0)
     for answer in ([2047, 8], [9, 2047, 9]):
         with pytest.raises(ValueError, match=r"does not score|longer|shorter"):
-            score.teacher_forced("url", [5, 7], answer, 5)
+            score.read("url", [5, 7], answer, 5)
 
 
 def test_a_row_says_mean_lowest_and_share(plain):
-    row = score.scored("x", plain, LOAD, BETWEEN, 5)
+    row = score.summary("x", score.score_each(plain, LOAD, BETWEEN, 5))
     assert row == {"run": "score of x", "answers": 3, "tokens": 24, "mean": -2.75, "lowest": -15.0, "unlikely": 0.125}
     some = [Answer("too_few"), *GOOD[1:]]
-    assert score.scored("x", plain, LOAD, some, 5)["answers"] == 2, "an answer that is not whole has no score"
+    assert sum(map(bool, score.score_each(plain, LOAD, some, 5))) == 2, "an answer that is not whole has no score"
 
 
 def test_a_fall_is_measured_request_by_request():
