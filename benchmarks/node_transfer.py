@@ -49,7 +49,7 @@ class Rank:
         install_hooks()
         ratios = FLASH_RATIOS if arguments.layers == "flash" else TINY_RATIOS
         pages = 2 * -(-self.tokens // 256) + 8
-        self.subject = Subject(ratios, pages, device, {}, "auto")
+        self.subject = Subject(ratios, pages, device)
         torch.manual_seed(7)  # the ranks hold the same cache
         for buffers in self.subject.host.buffers.buffers.values():
             for buffer in buffers:

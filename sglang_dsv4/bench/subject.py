@@ -12,7 +12,7 @@ import torch
 
 from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.sessions.store import SessionStore
-from sglang_dsv4.settings import Settings
+from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.transfer.copier import Copier
 
@@ -56,12 +56,13 @@ def link_limit(device: str, host: torch.Tensor | None = None) -> tuple[float, fl
 class Subject:
     """Holds a pool with requests scattered over it."""
 
-    def __init__(self, ratios: tuple[int, ...], pages: int, device: str, spec: dict[str, Any], transfer: str) -> None:
+    def __init__(self, ratios: tuple[int, ...], pages: int, device: str, sources: tuple[int, ...] = ()) -> None:
+        """sources: of ``PoolSpec``. The copier is that of DSV4_TRANSFER."""
         self.device = device
-        self.spec = PoolSpec(ratios=ratios, pages=pages, swa_pages=24, requests=8, device=device, **spec)
+        self.spec = PoolSpec(ratios=ratios, pages=pages, swa_pages=24, requests=8, device=device, sources=sources)
         self.pool: Any = make_pool(self.spec)
         make_allocator(self.spec, self.pool)
-        self.pool.attach_host(Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, transfer=transfer))
+        self.pool.attach_host(Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, transfer=read_settings().transfer))
         self.host = self.pool.host
         for buffers in self.host.buffers.buffers.values():
             for buffer in buffers:

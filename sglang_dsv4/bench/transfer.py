@@ -61,9 +61,6 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=number(int, 1, 1 << 20), nargs="+", default=TOKENS)
     parser.add_argument("--count", type=COUNT, default=15, help="saves and loads of each length")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--transfer", choices=("auto", "torch"), default="auto", help="as DSV4_TRANSFER")
-    parser.add_argument("--bf16-states", action="store_true")
-    parser.add_argument("--fp4-indexer", action="store_true")
     results.add_out(parser)
     return parser.parse_args(argv)
 
@@ -80,11 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = link_limit(arguments.device)
     print(f"limit: save {limits[0] / 1e9:.1f} GB/s, load {limits[1] / 1e9:.1f} GB/s")
     ratios, sources = MODELS[arguments.model]
-    spec: dict[str, Any] = {"fp4_indexer": arguments.fp4_indexer, "sources": sources}
-    if arguments.bf16_states:
-        spec["state_dtype"] = torch.bfloat16
     pages = -(-(max(arguments.tokens) + TURN) // 256) * 5 // 4 + 8
-    subject = Subject(ratios, pages, arguments.device, spec, arguments.transfer)
+    subject = Subject(ratios, pages, arguments.device, sources)
     arena = subject.arena_limit()
     print(f"of the arena's memory: save {arena[0] / 1e9:.1f} GB/s, load {arena[1] / 1e9:.1f} GB/s")
     rows: list[dict[str, Any]] = []

@@ -33,7 +33,7 @@ BAD = {
     "bench": ("none", "--out /dev/null/out", "--out /proc/out", "--qui", "transfer -- --name=foo", "-- --count 3"),
     "bench transfer": (
         "--count 0", "--tokens -5", "--tokens 0", "--tokens", "--mod pro", "--model none", "--device gpu",
-        "--transfer none", "--name a/b", "--name .", "--out /dev/null", "--count nan",
+        "--name a/b", "--name .", "--out /dev/null", "--count nan",
     ),
     "bench prep": (
         "--batches 0", "--batches 1 -1", "--repeats 0", "--context 5", "--contexts 5", "--suffix /x",
