@@ -102,6 +102,15 @@ def readable_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text[:200]}: cannot be read ({error.strerror})") from None
 
 
+def gpus() -> int:
+    """GPUs that torch sees; 0 without torch."""
+    try:
+        import torch  # noqa: PLC0415 - takes seconds, and most commands need none of it
+    except ImportError:
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def end_when_told() -> None:
     """Makes SIGTERM, SIGHUP and SIGINT end this process and its children as Ctrl-C does.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench.results import add_out
-from sglang_dsv4.command_line import CommandError, Parser, end_when_told
+from sglang_dsv4.command_line import CommandError, Parser, end_when_told, gpus
 
 BENCHMARKS = ("transfer", "prep")
 ON_CPU = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "1023", "4095", "--count", "3"]
@@ -80,7 +80,7 @@ def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     for name in ("torch", "sglang"):
         if importlib.util.find_spec(name) is None:
             raise CommandError(f"{name} is not installed here: this package belongs beside sglang, in its environment")
-    if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
+    if arguments.device == "cuda" and not gpus() and "--help" not in rest:
         raise CommandError(NO_DEVICE)
 
 
@@ -114,9 +114,3 @@ def _waited_for(words: list[str]) -> int:
 def command(name: str) -> list[str]:
     """Returns the command line of a benchmark."""
     return [sys.executable, "-m", f"sglang_dsv4.bench.{name}"]
-
-
-def _has_cuda() -> bool:
-    import torch  # noqa: PLC0415 - takes seconds, and what is refused above needs none of it
-
-    return bool(torch.cuda.is_available())

@@ -32,7 +32,7 @@ from sglang_dsv4.cli.doctor_server import Server
 from sglang_dsv4.cli.launch_command import Command, LaunchError, read_command
 from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
-from sglang_dsv4.command_line import Parser, number
+from sglang_dsv4.command_line import Parser, gpus, number
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.fences import why_unordered
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
         parser.error(f"no options of the doctor: {' '.join(unknown)}; {BEHIND}")
-    ranks = arguments.tp or max(1, machine.gpus())
+    ranks = arguments.tp or max(1, gpus())
     if not words and ranks % arguments.groups:
         parser.error(f"--groups {arguments.groups}: it must divide the number of ranks, {ranks} (--tp)")
     try:
@@ -132,7 +132,7 @@ class Examination:
     @property
     def ranks(self) -> int:
         """Returns the ranks of a server on this machine."""
-        return self.server.ranks if self.server else self.tp or max(1, machine.gpus())
+        return self.server.ranks if self.server else self.tp or max(1, gpus())
 
     @property
     def arenas(self) -> int:

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, REFUSES, WARN, Check, Checks, settings_or_defaults
+from sglang_dsv4.cli.tables import size
+from sglang_dsv4.command_line import gpus
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.fences import why_unordered
 from sglang_dsv4.hostmem.populate import MOST_THREADS
@@ -27,28 +29,28 @@ def host_memory(arenas: int, ranks: int = 1) -> Checks:
     if ranks > 1 and (reason := why_unordered()):
         yield Check("shared memory", WARN, reason, "each rank has an arena of its own: DSV4_HOST_GB counts for each")
     cores = len(os.sched_getaffinity(0))
-    size = each(arenas)
-    together = "" if arenas == 1 else f" each, {_size(size * arenas)} together"
-    takes = f"{_arenas(arenas)} at most {_size(size)}{together}, pinned while the server lives"
+    most = each(arenas)
+    together = "" if arenas == 1 else f" each, {size(most * arenas)} together"
+    takes = f"{_arenas(arenas)} at most {size(most)}{together}, pinned while the server lives"
     if host_gb is None:
-        slow = f"up to {size / 2**30 * (PINNING + POPULATING / min(MOST_THREADS, cores)):.0f} s of its start"
-        found = f"{_size(free)} can be taken; DSV4_HOST_GB=auto gives {takes} ({slow})"
+        slow = f"up to {most / 2**30 * (PINNING + POPULATING / min(MOST_THREADS, cores)):.0f} s of its start"
+        found = f"{size(free)} can be taken; DSV4_HOST_GB=auto gives {takes} ({slow})"
         yield Check("host memory", OK, found)
     elif trouble := too_much(host_gb, free, arenas):
         found, _, todo = trouble.partition("; ")
         yield Check("host memory", FAIL, found, todo, REFUSES)
     elif apart := too_much(host_gb, free, ranks):
-        found = f"{_size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}"
+        found = f"{size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}"
         todo = f"ranks that cannot open each other's memory would have one each, and refuse to start: {apart}"
         yield Check("host memory", WARN, found, todo)
     else:
-        yield Check("host memory", OK, f"{_size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}")
+        yield Check("host memory", OK, f"{size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}")
 
 
 def locked_memory(arenas: int) -> Checks:
     """Checks the limit of each process against its arena: ranks that share one pin all of it."""
     limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], each(arenas)
-    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else _size(limit)}, an arena up to {_size(wanted)}"
+    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else size(limit)}, an arena up to {size(wanted)}"
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         yield Check("locked memory (ulimit -l)", OK, found)
     elif not gpus():
@@ -64,7 +66,7 @@ def gpu() -> Checks:
 
     for number in range(gpus()):
         properties = torch.cuda.get_device_properties(number)
-        yield Check(f"GPU {number}", OK, f"{properties.name}, {_size(properties.total_memory)}")
+        yield Check(f"GPU {number}", OK, f"{properties.name}, {size(properties.total_memory)}")
     if DRIVER.is_file() and (found := re.search(r"\d+\.\d[\d.]*", DRIVER.read_text())):
         yield Check("GPU driver", OK, found[0])
     if gpus():
@@ -72,15 +74,6 @@ def gpu() -> Checks:
     else:
         breaks = "a server; bench and demo move their bytes with torch, at its speed"
         yield Check("GPU", WARN, "none that torch sees", "run on a machine with an NVIDIA GPU to serve", breaks)
-
-
-def gpus() -> int:
-    """GPUs that torch sees; 0 without torch."""
-    try:
-        import torch  # noqa: PLC0415
-    except ImportError:
-        return 0
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _pinning() -> Check:
@@ -92,7 +85,7 @@ def _pinning() -> Check:
         Arena(PROBE_BYTES, pin=True).close()
     except HostMemoryExhausted as error:
         return Check("pinning", FAIL, str(error), "raise the locked-memory limit (ulimit -l)", "host copies")
-    return Check("pinning", OK, f"{_size(PROBE_BYTES)} in {(time.perf_counter() - started) * 1e3:.0f} ms")
+    return Check("pinning", OK, f"{size(PROBE_BYTES)} in {(time.perf_counter() - started) * 1e3:.0f} ms")
 
 
 def each(arenas: int) -> int:
@@ -105,7 +98,3 @@ def each(arenas: int) -> int:
 
 def _arenas(count: int) -> str:
     return "one arena" if count == 1 else f"{count} arenas"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"

@@ -17,6 +17,7 @@ from sglang_dsv4.cli.launch_args import Launch, published
 from sglang_dsv4.cli.launch_command import LaunchError
 from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.plan_config import Choices, Model
+from sglang_dsv4.command_line import gpus
 from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_size
@@ -59,7 +60,7 @@ def read(arguments: Sequence[str], tp: int | None, settings: Settings, gpu: str 
         words += ["--tp-size", str(tp)]
     if gpu is not None:
         return _read(words, settings, gpu, f"Judged for {gpu}.")
-    if _has_gpu():
+    if gpus():
         return _read(words, settings)
     try:
         return _read(words, settings, MEASURED, f"Judged for {MEASURED}, as no GPU is here (--gpu names another).")
@@ -68,12 +69,6 @@ def read(arguments: Sequence[str], tp: int | None, settings: Settings, gpu: str 
             return _read(words, settings, NEWER, f"Judged for {NEWER}: the engine refuses this on {MEASURED}.")
         except LaunchError:
             raise error from None
-
-
-def _has_gpu() -> bool:
-    import torch  # noqa: PLC0415
-
-    return torch.cuda.is_available()
 
 
 def _read(words: Sequence[str], settings: Settings, gpu: str | None = None, judged_for: str = "") -> Server:

@@ -29,6 +29,7 @@ sys.exit({status})
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 def result(name: str = "transfer", ok: bool = True, gpu: str | None = "Some GPU") -> dict:
@@ -75,6 +76,7 @@ def fakes(monkeypatch, tmp_path):
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(fakes, capsys, monkeypatch, argv, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "CUDA" not in message and "cpu" not in message)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     if message == "beside sglang":
         monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     out = fakes(transfer=(result(), 0), prep=(result("prep"), 0))

@@ -212,7 +212,7 @@ EIGHT = ["--tp", "8", "--groups", "8"]
 @pytest.mark.parametrize(("argv", "host_gb", "expected", "text"), [
     ([], None, "ok", "8.0 GiB can be taken; DSV4_HOST_GB=auto gives one arena at most 4.0 GiB, pinned while"),
     (["--tp", "8"], None, "ok", "auto gives one arena at most 4.0 GiB, pinned while"),
-    (EIGHT, None, "ok", "auto gives 8 arenas at most 512 MiB each, 4.0 GiB together, pinned while"),
+    (EIGHT, None, "ok", "auto gives 8 arenas at most 512.0 MiB each, 4.0 GiB together, pinned while"),
     ([], "8.5", "fail", "lower it to less than 8.00"),
     (EIGHT, "1", "ok", "DSV4_HOST_GB=1 gives 8 arenas at most 1.0 GiB each, 8.0 GiB together"),
     (EIGHT, "1.25", "fail", "lower it to less than 1.00, or set auto"),
@@ -263,7 +263,7 @@ def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu, t
     monkeypatch.setattr(doctor_machine, "DRIVER", tmp_path / "version")
     status, checks = findings()
     assert status == 0
-    assert checks["pinning"]["found"].startswith("64 MiB in ")
+    assert checks["pinning"]["found"].startswith("64.0 MiB in ")
     assert checks["GPU driver"]["found"] == "580.65.06"
     assert gpu == [(64 << 20, True), "closed"]
     assert "one arena at most 4.0 GiB" in checks["host memory"]["found"]
