@@ -235,9 +235,9 @@ def read_enabled(environ: Mapping[str, str]) -> bool:
     return bool(_read(TABLE["enabled"], environ))
 
 
-def enabled_settings(environ: Mapping[str, str] | None = None) -> Settings:
+def enabled_settings() -> Settings:
     """Reads settings for a command that shows this package at work. Raises SettingError with DSV4_ENABLED=0, too."""
-    settings = read_settings(environ)
+    settings = read_settings()
     if not settings.enabled:
         raise SettingError("DSV4_ENABLED=0: the engine stays as it is, and there is nothing to show; unset it")
     return settings

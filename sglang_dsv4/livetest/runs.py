@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,8 @@ class Found:
     again: dict[str, Run] = field(default_factory=dict)
 
 
-def serve_and_run(
-    arguments: Namespace, load: Load, beside: Sequence[servers.Server], more: Mapping[str, str] | None = None
-) -> Found:
-    """Starts the servers, runs the load, stops them. beside: servers that come up meanwhile, and stay. more:
-    environment of the server that is tested.
+def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Server]) -> Found:
+    """Starts the servers, runs the load, stops them. beside: servers that come up meanwhile, and stay.
 
     With ``--score``, the first conversations once more, then again with a cache family zeroed in each loaded copy, for
     each family of ``--zero``. Each goes on behind its own answers, so that later turns read what was published damaged.
@@ -50,7 +47,7 @@ def serve_and_run(
     environment = dict(common)
     if arguments.score:
         environment |= damages
-    environment |= servers.forced_retracts(arguments.interval) | dict(more or {})
+    environment |= servers.forced_retracts(arguments.interval)
     if arguments.plain:
         if "--enable-hisparse" not in arguments.server:  # the engine's check does not know who is being staged
             environment |= {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}

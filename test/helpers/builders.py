@@ -39,11 +39,6 @@ class FakeEvent:
 # ------------------------------------------------------------------------------- host memory, requests
 
 
-def room_for(units: Units, *lengths: int) -> float:
-    """Returns the least DSV4_HOST_GB that holds copies of ``lengths`` tokens at once."""
-    return max(sum(map(units.count, lengths)), units.least) * units.nbytes / 2**30
-
-
 def host_memory(count: int = 64) -> tuple[HostMemory, Geometry]:
     """Returns host memory of ``count`` units."""
     g = Geometry(SMALL_RATIOS)

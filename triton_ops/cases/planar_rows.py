@@ -38,9 +38,9 @@ class Format(NamedTuple):
         used = page_size * sum(width for width, _ in self.parts)
         return -(-used // self.page_align) * self.page_align
 
-    def pages(self, page_size: int, count: int, device: Any = "cpu", seed: int = 0) -> torch.Tensor:
+    def pages(self, page_size: int, count: int, device: Any = "cpu") -> torch.Tensor:
         """Makes a buffer of ``count`` pages."""
-        return noise(count, self.page_bytes(page_size), seed=seed, device=device)
+        return noise(count, self.page_bytes(page_size), seed=0, device=device)
 
     def rows(self, n: int, device: Any = "cpu", seed: int = 1) -> list[torch.Tensor]:
         """Makes rows of random bytes: NaN patterns are among them."""
