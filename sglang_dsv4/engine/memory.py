@@ -30,7 +30,7 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
         return
     settings = read_settings()
     here = place(scheduler.server_args)
-    server.clean_version, server.emptied = server.weight_version, None  # the cache is new
+    server.clean_version, server.is_empty = server.weight_version, lambda: False  # the cache is new
     context = ServerContext(
         agreed_size=agreed_size,
         ranks=here.ranks,

@@ -30,29 +30,16 @@ class DraftInputs:
 
 
 @dataclass
-class Emptied:
-    """Records the last flush of a scheduler's cache, and how many forwards were launched before it."""
-
-    scheduler: Any
-    forwards: int
-
-    @property
-    def is_empty(self) -> bool:
-        """Returns whether no forward was launched since."""
-        return bool(self.scheduler.forward_ct == self.forwards)
-
-
-@dataclass
 class Server:
     """Keeps the state of this process's server.
 
     watched: the plugin waits for a pool. installation: of the hooks, once it was tried. scheduler: since the begin of
     its loop. weight_version: changes with each weight update. clean_version: that of all that lies in the cache, unless
-    some of it was computed across an update. emptied: its last flush. early_stream: the stream of the forward that told
-    the scheduler early that its tables are read; None where none does. draft_inputs: see ``drafts``. target_refused:
-    the target's attention backend gets no metadata from here, so its draft's gets none either. early_store: a store's
-    process, until the start is over. unheard: counts made
-    before the scheduler, which has the metrics collector, began its loop.
+    some of it was computed across an update. is_empty: whether no forward was launched since its last flush.
+    early_stream: the stream of the forward that told the scheduler early that its tables are read; None where none
+    does. draft_inputs: see ``drafts``. target_refused: the target's attention backend gets no metadata from here, so
+    its draft's gets none either. early_store: a store's process, until the start is over. unheard: counts made before
+    the scheduler, which has the metrics collector, began its loop.
     """
 
     watched: bool = False
@@ -60,7 +47,7 @@ class Server:
     scheduler: Any = None
     weight_version: int = 0
     clean_version: int = 0
-    emptied: Emptied | None = None
+    is_empty: Callable[[], bool] = lambda: False
     early_stream: Any = None
     draft_inputs: DraftInputs = field(default_factory=DraftInputs)
     target_refused: bool = False

@@ -41,16 +41,10 @@ class Hook(Ranged):
     also: tuple[str, ...] = ()
     part: str = ""
 
-    @property
-    def place(self) -> tuple[str, str]:
-        """Returns (module, name) of our function or class."""
-        module, name = self.ours.split(":")
-        return f"sglang_dsv4.{module}", name
-
     def resolve(self) -> Any:
         """Imports our function or class."""
-        module, name = self.place
-        return getattr(importlib.import_module(module), name)
+        module, name = self.ours.split(":")
+        return getattr(importlib.import_module(f"sglang_dsv4.{module}"), name)
 
 
 LEADING = {"around": 1, "after": 1}  # the original, or its result

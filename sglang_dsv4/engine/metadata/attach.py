@@ -12,7 +12,7 @@ import torch
 
 from sglang_dsv4.engine.coverage import Part, launch, refusal
 from sglang_dsv4.engine.memory import ranks_of
-from sglang_dsv4.engine.metadata.graphs import GraphPrep
+from sglang_dsv4.engine.metadata import graphs
 from sglang_dsv4.engine.releases import engine_release
 from sglang_dsv4.engine.releases.base import Release
 from sglang_dsv4.engine.state import server
@@ -101,7 +101,7 @@ def attach_builder(result: Any, backend: Any, model_runner: Any, *_: Any, **__: 
         return
     release = engine_release()
     layout = layout_of(backend, release)
-    GraphPrep(release, layout, backend.req_to_token.device).attach(backend)
+    setattr(backend, graphs.NAME, graphs.GraphPrep(release, layout, backend.req_to_token.device))
     if draft:
         return
     try:

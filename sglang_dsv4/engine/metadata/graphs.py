@@ -33,7 +33,7 @@ from sglang_dsv4.prep.step import PrepLayout, Step
 logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
-NAME = "dsv4_graph_prep"  # attribute of the backend
+NAME = "dsv4_graph_prep"  # attribute of the backend, whose graphs are captured with this package's kernel
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class GraphPrep:
     release: Release
     layout: PrepLayout
     device: torch.device
-
-    def attach(self, backend: Any) -> None:
-        """Lets the graphs of ``backend`` be captured with this package's kernel."""
-        setattr(backend, NAME, self)
 
     def build(self, backend: Any, raw: Any, verify: bool) -> Any:
         """Makes the engine's metadata object of ``raw``. Raises IndexMismatch."""

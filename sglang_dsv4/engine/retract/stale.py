@@ -22,7 +22,7 @@ from typing_extensions import override
 from sglang_dsv4.engine.decode.recompute import without
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.retract.save import copy_of, wait_for_given_pages
-from sglang_dsv4.engine.state import Emptied, server
+from sglang_dsv4.engine.state import server
 
 _updates = itertools.count(1)
 
@@ -35,7 +35,7 @@ def changing_weights() -> Iterator[None]:
     """
     server.wait_on_the_host()
     server.weight_version = next(_updates)
-    if server.emptied is not None and server.emptied.is_empty:
+    if server.is_empty():
         server.clean_version = server.weight_version
     yield
 
@@ -66,7 +66,8 @@ def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwar
         return flushed
     if not server.is_clean:  # nor are the copies
         server.clean_version = server.weight_version = next(_updates)
-    server.emptied = Emptied(scheduler, scheduler.forward_ct)
+    launched = scheduler.forward_ct
+    server.is_empty = lambda: bool(scheduler.forward_ct == launched)
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is not None and plain.sessions is not None:
         plain.sessions.clear("flush")
