@@ -96,16 +96,6 @@ def test_a_secret_keeps_others_out(start):
     assert set(other.loaded(2, PROMPT, END)) <= {Code.NO_SEAL, Code.MISSING}
 
 
-def test_what_is_known_is_not_put_again(start):
-    one = start().ready()
-    one.store(1, PROMPT, END)
-    one.write(2, PROMPT.pieces(END))
-    assert one.codes(Kind.STORED, 2) == [Code.KNOWN] * ALL
-    other = start().ready()
-    other.write(1, PROMPT.pieces(END))
-    assert other.codes(Kind.STORED, 1) == [Code.KNOWN] * ALL
-
-
 def flip(path, byte=UNIT // 2):
     raw = bytearray(path.read_bytes())
     raw[byte] ^= 4
@@ -184,21 +174,6 @@ def test_a_store_that_raises_is_told_and_works_again(start):
     assert one.found(5, PROMPT) == END
     assert one.loaded(5, PROMPT, END) == [Code.OK] * ALL
     one.check_units(PROMPT, END)
-
-
-def test_a_store_that_says_yes_and_reads_nothing_is_not_believed(start):
-    one = start("").ready()
-    one.store(1, PROMPT, END)
-    assert one.found(2, PROMPT) == END
-    obey(start, "yes")
-    assert one.loaded(2, PROMPT, END) == [Code.NO_SEAL] * ALL
-
-
-def test_a_store_that_refuses_is_told(start):
-    one = start("").ready()
-    obey(start, "no")
-    one.write(1, PROMPT.pieces(END))
-    assert one.codes(Kind.STORED, 1) == [Code.FAILED] * ALL
 
 
 def test_a_late_write_of_the_store_reaches_no_unit(start):
