@@ -12,7 +12,6 @@ next turn goes on one token later. point_save_ms: the scheduler's time for the s
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
-from sglang_dsv4.bench.report import table
 from sglang_dsv4.bench.subject import TURN, Subject, link_limit
 from sglang_dsv4.command_line import COUNT, number, to_its_end
 from sglang_dsv4.settings import enabled_settings
@@ -66,7 +64,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the table, writes the files; returns exit status 1 when a bound is missed."""
+    """Measures, prints the table, writes the result; returns exit status 1 when a bound is missed."""
     enabled_settings()
     arguments = arguments_of(argv)
     boot()
@@ -94,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bounds += peer_bounds(row)
     if cuda and not sources and subject.has_copier:  # what host time and peers cost was asked of V4
         bounds += device_bounds(subject, arguments, rows)
-    path = results.write(arguments.name, rows, bounds, arguments.out)
-    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:

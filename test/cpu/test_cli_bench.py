@@ -124,7 +124,6 @@ def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path,
     assert found["command"] == f"sglang-dsv4 bench transfer --device cpu -- --model {model} --tokens 255 --count 1"
     assert found["machine"]["gpu"] is None
     assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
-    assert "| 255 |" in (tmp_path / "transfer.md").read_text()
 
 
 def test_bounds_of_a_line():

@@ -58,7 +58,6 @@ def test_bench_transfer(tmp_path):
     named = {bound["name"] for bound in found["bounds"]}
     assert {"save 2048 of the link", "load 2048 enqueued, us", "get_k_and_s of the device copy"} < named
     assert "load of a session at 2048, by a request's" in named
-    assert "| 2,303 |" in (tmp_path / "transfer.md").read_text()
 
 
 def test_a_session_that_takes_longer_than_a_request_or_holds_the_host_up_misses_its_bound():

@@ -37,6 +37,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "answers": store.answers,
         "damage": store.damage,
     },
+    "docs/results/transfer.md": {"transfer": pages.transfer},
     "docs/peers.md": {"one run": pages.one_run},
     "docs/prep.md": {"graphs": pages.graphs},
 }

@@ -1,4 +1,4 @@
-"""Makes the figures of docs/peers.md and docs/prep.md."""
+"""Makes the figures of docs/results/transfer.md, docs/peers.md and docs/prep.md."""
 
 from figures.of_results import LONG, Row, cards, read, table
 
@@ -17,6 +17,34 @@ def one_run() -> str:
     ]
     made = table(("tokens", "this package", "per-layer gathers", "the engine's page kernels"), rows)
     return f"Milliseconds, save / load, on {cards(result)} ([transfer](results/transfer.md)):\n\n{made}"
+
+
+def transfer() -> str:
+    """Returns a save and a load of each length beside the link and the peers, and every bound of that run."""
+    result = read("transfer")
+    if result is None:
+        return ""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    limits = [result["rows"][0][f"{way}_limit_gbps"] for way in ("save", "load")]
+    own = [(f"{way}_ms", f"{way}_of_link") for way in ("save", "load")]
+    rows = [
+        [
+            f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", *(f"{row[key]:.2f}" for keys in own for key in keys),
+            pair(row, "reference_{}_ms"), pair(row, "engine_{}_gbps"),
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    bounds = [[one["name"], one["bound"], one["value"], "yes" if one["ok"] else "no"] for one in result["bounds"]]
+    return "\n\n".join((
+        f"{result['machine']['gpu']}, {result['date']}, {versions}. `{result['command']}`",
+        f"The link is the 1 GiB pinned copy of the same run: {limits[0]:.1f} GB/s to the host, {limits[1]:.1f} GB/s "
+        "back. Pages are scattered at random.",
+        table(
+            ("tokens", "MB", "save ms", "of the link", "load ms", "of the link", "per-layer gathers, save / load ms",
+             "engine's page kernels, save / load GB/s"), rows,
+        ),
+        table(("figure", "bound", "measured", "met"), bounds),
+    ))  # fmt: skip
 
 
 def pair(row: Row, name: str) -> str:
