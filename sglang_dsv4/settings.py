@@ -230,11 +230,6 @@ class Settings:
 TABLE = {each.name: Setting(PREFIX + each.name.upper(), **each.metadata) for each in fields(Settings)}
 
 
-def read_enabled(environ: Mapping[str, str]) -> bool:
-    """Returns whether this package is enabled; reads DSV4_ENABLED alone. Raises SettingError."""
-    return bool(_read(TABLE["enabled"], environ))
-
-
 def enabled_settings() -> Settings:
     """Reads settings for a command that shows this package at work. Raises SettingError with DSV4_ENABLED=0, too."""
     settings = read_settings()
@@ -250,7 +245,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     once a process.
     """
     environ = os.environ if environ is None else environ
-    if not read_enabled(environ):
+    if not _read(TABLE["enabled"], environ):
         return Settings(enabled=False)
     for name, nearest in unknown_names(environ).items():
         if nearest:

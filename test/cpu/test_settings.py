@@ -16,7 +16,6 @@ from sglang_dsv4.settings import (
     TABLE,
     Sessions,
     Settings,
-    read_enabled,
     read_settings,
     unknown_names,
 )
@@ -107,8 +106,6 @@ def test_the_variables_of_a_kubernetes_service_are_passed_over(caplog, service):
 @pytest.mark.parametrize("other", [{"DSV4_HOST_GB": "64GB"}, {"DSV4_HOSTGB": "64"}, {"DSV4_PREP": ""}])
 def test_switched_off_nothing_else_is_looked_at(other):
     assert read_settings({"DSV4_ENABLED": "0", **other}) == Settings(enabled=False)
-    assert read_enabled({"DSV4_ENABLED": "0", **other}) is False
-    assert read_enabled(other) is True
 
 
 def test_the_process_environment_is_the_default_and_switched_off_no_hook_hears_of_it(monkeypatch):
