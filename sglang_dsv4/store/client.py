@@ -39,8 +39,6 @@ from sglang_dsv4.store.wire import (
     unpack,
 )
 
-__all__ = ["Arena", "Event", "Limits", "State", "StoreClient"]
-
 WORKER = (sys.executable, "-m", "sglang_dsv4.store.worker")
 LEAST_FREE = 16 << 30
 SOON, IDLE = 0.05, 0.5  # seconds until a process that sends nothing is looked at: with work open, without
