@@ -134,11 +134,12 @@ class UnitPool:
 
     def touch(self, units: UnitNumbers, ticket: int, written: int = 0) -> None:
         """Notes that the transfer of ``ticket`` may touch ``units``, all held, and writes those from ``written`` on."""
+        holders, last, writes = self._holders, self._last, self._written
         for unit in units:
-            assert self._holders[unit], f"unit {unit} is touched, and nobody holds it"
-            self._last[unit] = ticket
+            assert holders[unit], f"unit {unit} is touched, and nobody holds it"
+            last[unit] = ticket
         for unit in units[written:]:
-            self._written[unit] = ticket
+            writes[unit] = ticket
 
     def give_back(self, units: UnitNumbers) -> None:
         """Takes one holder from each of ``units``; those without another are free."""

@@ -38,6 +38,7 @@ class HostRows:
         mine = buffers if memory.rank == 0 else ()
         self._buffers = [buffer.flatten(1).view(torch.uint8) for buffer in mine]
         self._memory, self._page, self._on_load = memory, page, on_load
+        self._no_slots = torch.empty(0, dtype=torch.int64)  # made once: it is host time of each transfer
 
     def first_slots(self, request: Request, first_page: int) -> torch.Tensor:
         """Returns the first slot of each page from ``first_page`` on; waits for the current stream.
@@ -45,18 +46,19 @@ class HostRows:
         Nothing is waited for where the engine keeps no rows.
         """
         if not self._buffers:
-            return torch.empty(0, dtype=torch.int64)
+            return self._no_slots
         return request.indices[first_page * self._page :: self._page].cpu()
 
     def save(self, copy: HostCopy, slots: torch.Tensor) -> None:
         """Copies the rows of the pages that ``copy`` saves. slots: theirs, of ``first_slots``. Raises IndexMismatch."""
-        self._copy(copy, copy.first_page, slots, out=True)
+        if self._buffers:
+            self._copy(copy, copy.first_page, slots, out=True)
 
     def load(self, copy: HostCopy, first_page: int, slots: torch.Tensor) -> None:
         """Gives the pages from ``first_page`` on, at ``slots``, the rows of ``copy``."""
         if self._buffers:
             self._on_load(slots)
-        self._copy(copy, first_page, slots, out=False)
+            self._copy(copy, first_page, slots, out=False)
 
     def _copy(self, copy: HostCopy, first_page: int, slots: torch.Tensor, out: bool) -> None:
         units = copy.pages(first_page)

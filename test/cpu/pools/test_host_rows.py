@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
@@ -90,4 +91,20 @@ def test_other_ranks_of_an_arena_copy_none() -> None:
     host_rows.save(copy, host_rows.first_slots(request, 0))
     host_rows.load(copy, 0, host_rows.first_slots(request, 0))
     assert torch.equal(rows[0], before) and bool((memory.host_rows == 0xEE).all()) and not told
+    copy.release()
+
+
+class Forbidden(TorchDispatchMode):
+    """Fails at every operation of torch."""
+
+    def __torch_dispatch__(self, func: Any, *_: Any) -> Any:
+        raise AssertionError(f"{func} takes host time of a save")
+
+
+def test_where_the_engine_keeps_none_a_transfer_pays_nothing() -> None:
+    memory, host_rows, _ = made([])
+    request, copy = placed([5, 6], 300), memory.allocate(300, Geometry(RATIOS))
+    with Forbidden():
+        host_rows.save(copy, host_rows.first_slots(request, 0))
+        host_rows.load(copy, 0, host_rows.first_slots(request, 0))
     copy.release()
