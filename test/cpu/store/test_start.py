@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
+import torch
 from played_store import Played
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.runtime_context import get_context
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine import store_start
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import Settings, Store, read_settings
-from sglang_dsv4.store import identity
+from sglang_dsv4.store import identity, keys
 from sglang_dsv4.store.backend import FOLDER
 from sglang_dsv4.store.client import State
 
@@ -157,3 +163,115 @@ def test_ring_sizes_are_not_of_the_layout_and_rows_are() -> None:
         said(Geometry(RATIOS, index_rows={4: "fp4"})), said(Geometry(RATIOS, state_bytes={4: 2})), plain,
     }  # fmt: skip
     assert len(others) == 6
+
+
+class Server:
+    """What the identity of a server is read from; its files lie in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, config in (("model", "config"), ("draft", "config"), ("adapter", "adapter_config")):
+            (folder / name).mkdir(parents=True)
+            (folder / name / f"{config}.json").write_text("{}")
+            (folder / name / "weights.safetensors").write_bytes(name.encode() * 1000)
+        self.args = SimpleNamespace(
+            model_path=str(folder / "model"), revision=None, json_model_override_args="{}", load_format="auto",
+            quantization=None, dtype="auto", speculative_draft_model_path=str(folder / "draft"),
+            speculative_draft_model_revision=None, lora_paths=[self.adapter()],
+        )  # fmt: skip
+        self.geometry, self.dtype, self.version = Geometry(RATIOS), torch.float8_e4m3fn, "0.5.23"
+        self.settings = Settings()
+
+    def adapter(self, name: str = "one") -> LoRARef:
+        return LoRARef(lora_name=name, lora_path=str(self.folder / "adapter"))
+
+    def set(self, **args: object) -> None:
+        assert all(hasattr(get_context().server_args, name) for name in args), "the engine has these arguments"
+        vars(self.args).update(args)
+
+    def write(self, file: str, text: str) -> None:
+        (self.folder / file).write_text(text)
+
+    def key(self, monkeypatch: pytest.MonkeyPatch) -> bytes:
+        """Returns the key before the first page of a tenant: those of all its objects follow from it."""
+        monkeypatch.setattr(store_start, "engine_version", lambda: self.version)
+        memory = SimpleNamespace(families=families(self.geometry), units=Units.of(self.geometry))
+        host = SimpleNamespace(buffers=SimpleNamespace(geometry=self.geometry), memory=memory)
+        pool, scheduler = SimpleNamespace(host=host, dtype=self.dtype), SimpleNamespace(server_args=self.args)
+        return keys.root(keys.hasher(None), store_start._identity(self.settings, pool, scheduler), ("tenant", None))
+
+
+def differ(one: object, **values: object) -> None:
+    vars(one).update(values)
+
+
+PARTS: dict[str, Callable[[Server], None]] = {
+    "layout": lambda one: differ(one, geometry=Geometry(RATIOS, index_rows={4: "fp4"})),
+    "kv dtype": lambda one: differ(one, dtype=torch.float8_e5m2),
+    "engine": lambda one: differ(one, version="0.6.23"),
+    "model": lambda one: one.write("model/weights.safetensors", "medal" * 1000),
+    "name of the model": lambda one: differ(one, settings=Settings(store_model="a name")),
+    "overrides": lambda one: one.set(json_model_override_args='{"index_topk": 256}'),
+    "load format": lambda one: one.set(load_format="dummy"),
+    "quantization": lambda one: one.set(quantization="fp8"),
+    "dtype": lambda one: one.set(dtype="float16"),
+    "no draft": lambda one: one.set(speculative_draft_model_path=None),
+    "draft": lambda one: one.write("draft/weights.safetensors", "drift" * 1000),
+    "draft's configuration": lambda one: one.write("draft/config.json", '{"a": 1}'),
+    "no adapter": lambda one: one.set(lora_paths=[]),
+    "two adapters": lambda one: one.set(lora_paths=[one.adapter(), one.adapter("two")]),
+    "adapter of the same name": lambda one: one.write("adapter/weights.safetensors", "adopter" * 1000),
+    "adapter's configuration": lambda one: one.write("adapter/adapter_config.json", '{"r": 8}'),
+    "adapter's name": lambda one: one.set(lora_paths=[one.adapter("another")]),
+}
+NO_PARTS: dict[str, Callable[[Server], None]] = {
+    "places of the files": lambda one: None,
+    "the engine's patches": lambda one: differ(one, version="0.5.22.post1"),
+    "ring sizes": lambda one: differ(one, geometry=Geometry(RATIOS, rings={4: 16, 128: 256})),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_servers_that_differ_in_one_part_share_no_key(tmp_path: Path, monkeypatch, part: str) -> None:
+    one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
+    assert one.key(monkeypatch) == other.key(monkeypatch), "nothing else sets them apart"
+    PARTS[part](other)
+    assert one.key(monkeypatch) != other.key(monkeypatch)
+    PARTS[part](one)
+    assert one.key(monkeypatch) == other.key(monkeypatch), "it does not differ from itself"
+
+
+@pytest.mark.parametrize("part", NO_PARTS)
+def test_servers_whose_bytes_are_the_same_share_keys(tmp_path: Path, monkeypatch, part: str) -> None:
+    one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
+    NO_PARTS[part](other)
+    assert one.key(monkeypatch) == other.key(monkeypatch)
+
+
+def test_the_name_of_a_model_replaces_what_its_files_say(tmp_path: Path, monkeypatch) -> None:
+    """Of the draft, too; an adapter is told by its files all the same."""
+    one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
+    for server in (one, other):
+        server.settings = Settings(store_model="a name")
+    PARTS["model"](other)
+    PARTS["draft"](other)
+    assert one.key(monkeypatch) == other.key(monkeypatch)
+    PARTS["adapter of the same name"](other)
+    assert one.key(monkeypatch) != other.key(monkeypatch)
+
+
+def test_models_of_the_hub_are_told_by_the_files_of_their_revisions(tmp_path: Path, monkeypatch) -> None:
+    def download(model: str, *, revision: str | None, local_files_only: bool) -> str:
+        assert local_files_only, "a start waits for no network"
+        folder = tmp_path / "hub" / model / str(revision)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(str(revision)[:2])
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    server, found = Server(tmp_path / "one"), []
+    server.set(model_path="org/model", speculative_draft_model_path="org/draft")
+    for model, draft in (("v1", "v1"), ("v2", "v1"), ("v1", "v2"), ("v1, as main", "v1")):
+        server.set(revision=model, speculative_draft_model_revision=draft)
+        found.append(server.key(monkeypatch))
+    assert len({*found[:3]}) == 3 and found[3] == found[0]
