@@ -13,17 +13,22 @@ import huggingface_hub
 import pytest
 import torch
 from played_store import Played
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.runtime_context import get_context
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
 from sglang_dsv4.engine import store_start
+from sglang_dsv4.engine.plain import start
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import Settings, Store, read_settings
 from sglang_dsv4.store import identity, keys
 from sglang_dsv4.store.backend import FOLDER
 from sglang_dsv4.store.client import State
+from sglang_dsv4.testing.standalone import boot
+from sglang_dsv4.testing.world import PlainWorld
 
 RATIOS = (0, 4, 128)
 
@@ -117,6 +122,22 @@ def test_what_stops_the_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(store_start, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match="needs xxhash and blake3: pip install xxhash blake3"):
         store_start.config_of(replace(settings(folder=str(tmp_path)), store_secret=b"a secret of some bytes"))
+
+
+@pytest.mark.parametrize("mode", DisaggregationMode)
+def test_a_store_beside_an_external_linker_is_refused_by_name(mode: DisaggregationMode, tmp_path, monkeypatch, caplog):
+    """Of a decode server by what the linker needs; the engine refuses the linker without it."""
+    world = PlainWorld(ratios=RATIOS)  # the linker itself needs a service
+    vars(world.scheduler).update(disaggregation_mode=mode)
+    boot(enable_unified_cache_external_linker=True)
+    monkeypatch.setenv("DSV4_STORE", str(tmp_path / "objects"))
+    monkeypatch.setenv("DSV4_SESSIONS", "auto")
+    monkeypatch.setattr(store_start, "join_store", lambda *_: pytest.fail("it joins a store"))
+    start.start_plain_serving(None, world.scheduler)
+    decodes = mode == DisaggregationMode.DECODE
+    reason = "--disaggregation-decode-enable-radix-cache" if decodes else "an external cache linker"
+    assert f"store: nothing is written or read: {reason}" in caplog.messages
+    assert plain_of(world.allocator) is None and not (tmp_path / "objects").exists()
 
 
 def test_a_models_digest_changes_with_its_configuration_and_weights(tmp_path) -> None:
