@@ -90,8 +90,11 @@ class Life:
             self.check()
 
     def found(self, number: int, pages: int = 12) -> int:
-        point = self.sessions.lookup.longest("a", array("q", [number] * pages * PAGE), pages * PAGE).point
+        point = self.point(number, pages)
         return 0 if point is None else point.tokens // PAGE
+
+    def point(self, number: int, pages: int = 12) -> Any:
+        return self.sessions.lookup.longest("a", array("q", [number] * pages * PAGE), pages * PAGE).point
 
     def bytes_of(self, point: Any) -> list[bytes]:
         units = [*self.sessions.trie.path(point.page), *point.tail]
@@ -128,7 +131,7 @@ def test_a_second_life_has_the_bytes_of_the_first() -> None:
     assert ask.waits, "it was found, and is being read"
     second.passes(2)
     assert not ask.waits and second.found(1) == 9
-    read = second.sessions.lookup.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
+    read = second.point(1)
     assert second.bytes_of(read) == written and read.from_store
     assert second.tier.counters.asks == {"hit": 1} and second.tier.counters.tokens == 9 * PAGE
     assert second.finish(1, 9) is read
@@ -414,23 +417,59 @@ def test_two_ranks_keep_the_same_points(tmp_path: Path, seed: int) -> None:
     assert hits
 
 
+def objects_of(store: MemoryStore) -> dict[str, bytes]:
+    return {name: unit.numpy().tobytes() for name, unit in store.objects.items()}
+
+
+def store_of(objects: dict[str, bytes]) -> MemoryStore:
+    store = MemoryStore()
+    store.objects = {name: torch.frombuffer(bytearray(unit), dtype=torch.uint8) for name, unit in objects.items()}
+    return store
+
+
 def test_a_server_of_one_rank_reads_what_two_wrote(tmp_path: Path) -> None:
     def work(rank: int) -> Any:
         store = MemoryStore()
         life = Life(store, rank, 2)
         point = life.finish(1, 9)
         life.passes(6)
-        return life.bytes_of(point), {name: unit.numpy().tobytes() for name, unit in store.objects.items()}
+        return life.bytes_of(point), objects_of(store)
 
     (written, objects), _ = on_ranks(tmp_path, work)
-    store = MemoryStore()
-    store.objects = {name: torch.frombuffer(bytearray(unit), dtype=torch.uint8) for name, unit in objects.items()}
-    alone = Life(store)
+    alone = Life(store_of(objects))
     alone.ask(1, 12)
     alone.passes(4)
     assert alone.found(1) == 9
-    point = alone.sessions.lookup.longest("a", array("q", [1] * 12 * PAGE), 12 * PAGE).point
-    assert alone.bytes_of(point) == written
+    assert alone.bytes_of(alone.point(1)) == written
+
+
+def test_a_server_of_two_ranks_reads_what_one_wrote(tmp_path: Path) -> None:
+    """Each of them has all of it on its device, by the oracle; the second one has no client."""
+    store, tokens = MemoryStore(), 9 * PAGE
+    alone = Life(store)
+    oracle.fill(alone.pool, 1)
+    slots = oracle.resume(alone.allocator, tokens)
+    computed = oracle.read(alone.pool, slots, tokens, 1)
+    alone.tier.write(alone.sessions.keep("a", lambda first: array("q", [1] * tokens)[first:], slots.int()))
+    alone.passes(4)
+    written, objects = alone.bytes_of(alone.point(1)), objects_of(store)
+
+    def work(rank: int) -> Any:
+        life = Life(store_of(objects), rank, 2)
+        if rank == 0:
+            life.memory.arena.region.fill_(0xEE)
+        oracle.poison(life.pool)
+        ask = life.ask(1, 12)
+        waited = [(life.passes(), ask.waits)[1] for _ in range(4)]
+        point, slots = life.point(1), oracle.resume(life.allocator, tokens)
+        life.sessions.load(point, slots, 0)
+        return waited, point.tokens, life.bytes_of(point), oracle.read(life.pool, slots, tokens, 1)
+
+    one, other = on_ranks(tmp_path, work)
+    for waited, length, read, loaded in (one, other):
+        assert waited == one[0] and not waited[-1] and length == tokens
+        assert read == written
+        oracle.compare(computed, loaded)
 
 
 def test_the_numbers_of_tickets_fit_the_board_for_ever() -> None:
