@@ -340,6 +340,8 @@ class Random:
                 self.copies.append(life.memory.allocate(pages * PAGE - 3, life.host.buffers.geometry))
         elif what < 0.42 and self.copies:
             self.copies.pop().release()
+        elif 0.42 <= what < 0.48:
+            self.hang(what < 0.44)
         else:
             self.clock[0] += 0.3
             life.passes(spare=rng.choice((0.0, life.glance)))
@@ -348,6 +350,11 @@ class Random:
             assert all(self.clock[0] <= since + most for since, _ in self.asks), "later than its limit"
         life.check()
         self._judge()
+
+    def hang(self, hangs: bool) -> None:
+        """Lets the store say nothing more, or all that it has to say."""
+        if self.life.client is not None:
+            self.life.client.hangs = hangs
 
     def _parts(self, number: int, point: Any) -> Any:
         for page, unit in enumerate(self.life.sessions.trie.path(point.page)):
@@ -386,6 +393,7 @@ def test_random_lives_over_a_store_that_loses_lags_refuses_and_dies(seed: int, m
             one.step()
         for copy in one.copies:
             copy.release()
+        one.hang(False)
         life.client.trouble, life.client.at_once = 0.0, True
         life.passes(30)
         assert not life.tier.units() and not life.tier._open
@@ -408,6 +416,7 @@ def test_two_ranks_keep_the_same_points(tmp_path: Path, seed: int) -> None:
             for _ in range(100):
                 one.step()
                 indexes.append((one.index(), life.memory.pool.held, [ask.waits for _, ask in one.asks]))
+            one.hang(False)
             life.passes(40)
             hits += life.tier.counters.asks["hit"]
         return indexes, hits
