@@ -128,6 +128,8 @@ def least_free(folder: str) -> int:
 
 
 def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
+    from sglang.srt.runtime_context import get_lora  # noqa: PLC0415
+
     assert pool.host is not None
     args, buffers, memory = scheduler.server_args, pool.host.buffers, pool.host.memory
     parts: dict[str, Any] = {
@@ -141,9 +143,10 @@ def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
     if args.speculative_draft_model_path:
         parts["draft"] = _model(settings, args.speculative_draft_model_path, args.speculative_draft_model_revision)
     # The tree tells adapters that the server starts with by name and path, behind which there may be another one.
+    # The record of arguments has them as words.
     parts["adapters"] = [
         [one.lora_name, identity.model_digest(identity.folder_of(one.lora_path, None), "adapter_config.json")]
-        for one in args.lora_paths or ()
+        for one in get_lora().lora_paths or ()
     ]
     return identity.encoded(parts)
 

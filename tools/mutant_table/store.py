@@ -44,6 +44,7 @@ MUTANTS = (
          'identity.model_digest(identity.folder_of(one.lora_path, None), "adapter_config.json")]', "one.lora_path]"),
         ("adapters-names-swap", "[one.lora_name, identity.model_digest(", "[identity.model_digest(")),
     *seeded("engine/store_start.py", "store/test_start.py",
+        ("adapters-of-a-command-line-end-the-start", "in get_lora().lora_paths or ()", "in args.lora_paths or ()"),
         ("revisions-share", "_model(settings, args.model_path, args.revision)",
          "_model(settings, args.model_path, None)"),
         ("revisions-of-a-draft-share", "args.speculative_draft_model_revision)", "args.revision)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,12 @@ import huggingface_hub
 import pytest
 import torch
 from played_store import Played
+from sglang.srt.arg_groups.lora_hook import check_lora_server_args
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.units import Units
@@ -198,10 +202,10 @@ class Server:
         self.args = SimpleNamespace(
             model_path=str(folder / "model"), revision=None, json_model_override_args="{}", load_format="auto",
             quantization=None, dtype="auto", speculative_draft_model_path=str(folder / "draft"),
-            speculative_draft_model_revision=None, lora_paths=[self.adapter()],
+            speculative_draft_model_revision=None,
         )  # fmt: skip
         self.geometry, self.dtype, self.version = Geometry(RATIOS), torch.float8_e4m3fn, "0.5.23"
-        self.settings = Settings()
+        self.settings, self.adapters = Settings(), [self.adapter()]
 
     def adapter(self, name: str = "one") -> LoRARef:
         return LoRARef(lora_name=name, lora_path=str(self.folder / "adapter"))
@@ -216,6 +220,7 @@ class Server:
     def key(self, monkeypatch: pytest.MonkeyPatch) -> bytes:
         """Returns the key before the first page of a tenant: those of all its objects follow from it."""
         monkeypatch.setattr(store_start, "engine_version", lambda: self.version)
+        boot(lora_paths=self.adapters)
         memory = SimpleNamespace(families=families(self.geometry), units=Units.of(self.geometry))
         host = SimpleNamespace(buffers=SimpleNamespace(geometry=self.geometry), memory=memory)
         pool, scheduler = SimpleNamespace(host=host, dtype=self.dtype), SimpleNamespace(server_args=self.args)
@@ -239,11 +244,11 @@ PARTS: dict[str, Callable[[Server], None]] = {
     "no draft": lambda one: one.set(speculative_draft_model_path=None),
     "draft": lambda one: one.write("draft/weights.safetensors", "drift" * 1000),
     "draft's configuration": lambda one: one.write("draft/config.json", '{"a": 1}'),
-    "no adapter": lambda one: one.set(lora_paths=[]),
-    "two adapters": lambda one: one.set(lora_paths=[one.adapter(), one.adapter("two")]),
+    "no adapter": lambda one: differ(one, adapters=[]),
+    "two adapters": lambda one: differ(one, adapters=[one.adapter(), one.adapter("two")]),
     "adapter of the same name": lambda one: one.write("adapter/weights.safetensors", "adopter" * 1000),
     "adapter's configuration": lambda one: one.write("adapter/adapter_config.json", '{"r": 8}'),
-    "adapter's name": lambda one: one.set(lora_paths=[one.adapter("another")]),
+    "adapter's name": lambda one: differ(one, adapters=[one.adapter("another")]),
 }
 NO_PARTS: dict[str, Callable[[Server], None]] = {
     "places of the files": lambda one: None,
@@ -267,6 +272,21 @@ def test_servers_whose_bytes_are_the_same_share_keys(tmp_path: Path, monkeypatch
     one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
     NO_PARTS[part](other)
     assert one.key(monkeypatch) == other.key(monkeypatch)
+
+
+def test_adapters_of_a_command_line_are_told(tmp_path: Path, monkeypatch) -> None:
+    """The engine's record keeps the words; what it made of them is published apart."""
+    one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    words = ["--model-path", str(one.folder / "model"), "--speculative-draft-model-path", str(one.folder / "draft")]
+    words += ["--json-model-override-args", "{}", "--lora-paths", f"one={one.folder / 'adapter'}"]
+    one.args = ServerArgs.from_cli_args(parser.parse_args(words))
+    check_lora_server_args(one.args)
+    one.adapters = resolving_view(one.args).lora_paths
+    assert one.key(monkeypatch) == other.key(monkeypatch)
+    PARTS["adapter of the same name"](one)
+    assert one.key(monkeypatch) != other.key(monkeypatch)
 
 
 def test_the_name_of_a_model_replaces_what_its_files_say(tmp_path: Path, monkeypatch) -> None:
