@@ -17,6 +17,7 @@ from decode_world import DecodeWorld
 from plain_world import naive_pages
 from processes import on_ranks
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.schedule_batch import MultimodalInputs
 
 from sglang_dsv4.engine.decode import points as points_module
 from sglang_dsv4.engine.decode.points import points_of
@@ -155,6 +156,28 @@ def test_what_is_aborted_a_warm_up_or_of_another_tenant_is_not_found(objects):
     pair.settle()
     assert pair.next_turns([req], cache_salt="b") == [0]
     assert pair.next_turns([req], cache_salt="a") == [1536]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("multimodal_inputs", MultimodalInputs(mm_items=[])),
+        ("skip_radix_cache_insert", True),
+        ("positional_embed_overrides", ()),
+        ("input_embeds", ()),
+    ],
+)
+def test_what_others_may_not_have_is_not_written(objects, name, value):
+    """Its tokens do not say what its cache is, or it is nobody else's."""
+    pair = Pair()
+    req = pair.arrived(pair.tokens(1300), 300)
+    before = len(objects.objects)
+    pair.decode.step()
+    setattr(req, name, value)
+    pair.decode.run()
+    pair.settle()
+    assert req.finished() and len(objects.objects) == before
+    pair.nothing_left()
 
 
 def test_retracts_find_the_room_that_points_hold(objects):
