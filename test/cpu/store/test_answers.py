@@ -14,6 +14,7 @@ import pytest
 import torch
 from answers import PAGE, SPEC, VOCABULARY, Pair, shared_store
 from decode_world import DecodeWorld
+from memory_store import played_time
 from plain_world import naive_pages
 from processes import on_ranks
 from sglang.srt.distributed import parallel_state
@@ -24,7 +25,9 @@ from sglang_dsv4.engine.decode.points import points_of
 from sglang_dsv4.engine.state import request_state, server
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.sessions.trie import Trie
+from sglang_dsv4.store import tier as tier_module
 from sglang_dsv4.store.keys import Behind, Keys
+from sglang_dsv4.testing import demo_sessions
 
 EDGES = (0, 1, 2, 3, 4, 63, 100, 125, 126, 127, 128, 129, 130, 192, 253, 254, 255)
 
@@ -178,6 +181,58 @@ def test_what_others_may_not_have_is_not_written(objects, name, value):
     pair.settle()
     assert req.finished() and len(objects.objects) == before
     pair.nothing_left()
+
+
+def test_a_next_turn_that_comes_before_the_write_is_over_is_a_miss(objects, monkeypatch):
+    """It is computed at once, at every state of the write but the last; what is written does not come of it."""
+    pair = Pair()
+    client = pair.points.tier._client
+    client.at_once, client.rng = False, SimpleNamespace(random=lambda: 0.3, randint=lambda *_: 2)
+    client.hangs = True
+    req = pair.arrived(pair.tokens(1020), 270)
+    pair.decode.run()
+    pair.prefill = demo_sessions.server("0.05", **pair.spec)
+    tier = demo_sessions.parts_of(pair.prefill)[1].tier
+    monkeypatch.setattr(tier, "write", lambda point: None)
+    client.hangs, states, found, passes = False, [], [], []
+    while not found or pair.points.tier.units():
+        if found:
+            pair.points.end_pass()
+        states.append(len(objects.objects))
+        turn = pair.prefill.second_turn(req, pair.tokens(9), max_new=2)
+        passes.append(pair.prefill.run())
+        found.append(turn.cached_tokens)
+        assert pair.prefill.flush()
+    assert states == sorted({*states}) and states[0] == 0 and len(states) > 3
+    assert found == [0] * (len(found) - 1) + [1280]
+    asks = tier.counters.asks
+    assert asks["miss"] >= 3 and asks["miss"] + asks["failed"] == len(found) - 1, (
+        "failed: a part of the window is there"
+    )
+    assert asks["hit"] == 1 and max(passes) <= 4, passes
+
+
+def test_a_next_turn_waits_for_an_answer_no_longer_than_its_limit(objects, monkeypatch):
+    """The store hangs with the write, and with the question for it."""
+    clock = [100.0]
+    monkeypatch.setattr(tier_module, "time", played_time(clock))
+    pair = Pair()
+    pair.points.tier._client.hangs = True
+    req = pair.arrived(pair.tokens(1020), 270)
+    pair.decode.run()
+    pair.prefill = demo_sessions.server("0.05", **pair.spec)
+    tier = demo_sessions.parts_of(pair.prefill)[1].tier
+    tier._client.hangs = True
+    limit = clock[0] + tier._patience.seconds(1280)
+    turn = pair.prefill.second_turn(req, pair.tokens(9), max_new=2)
+    for now in (clock[0], limit - 0.001):
+        clock[0] = now
+        pair.prefill.step()
+        assert pair.prefill.waiting == [turn]
+    clock[0] = limit + 0.001
+    pair.prefill.run()
+    assert turn.finished() and turn.cached_tokens == 0 and clock[0] == limit + 0.001
+    assert pair.points.tier.units(), "the write is not over"
 
 
 def test_retracts_find_the_room_that_points_hold(objects):
