@@ -235,6 +235,26 @@ def test_a_next_turn_waits_for_an_answer_no_longer_than_its_limit(objects, monke
     assert pair.points.tier.units(), "the write is not over"
 
 
+def test_two_groups_of_a_server_write_for_one_prefill_server(objects):
+    """As data-parallel groups: each has its requests, its points and its client. One prompt came to both."""
+    pair = Pair()
+    groups, shared, reqs = (pair.decode, DecodeWorld(**pair.spec)), pair.tokens(1300), []
+    for world in groups:
+        pair.with_decode(world)
+        reqs += [pair.arrived(prompt, 300) for prompt in (pair.tokens(1300), shared)]
+    while any(world.running for world in groups):
+        for world in groups:
+            world.step()
+            world.check_integrity()
+    each = 1 + pair.points.sessions.kept.in_tail
+    for world, wrote in zip(groups, ({"ok": 2 * each}, {"ok": each, "known": each}), strict=True):
+        pair.with_decode(world)
+        pair.settle()
+        pair.nothing_left()
+        assert pair.points.tier.counters.units == {("put", code): count for code, count in wrote.items()}
+    assert pair.next_turns(reqs) == [1536] * 4
+
+
 def test_retracts_find_the_room_that_points_hold(objects):
     """Points go where a copy needs their units; their requests lose a point at most, and no byte."""
     pair = Pair()
