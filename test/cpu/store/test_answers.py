@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
+from collections import defaultdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from processes import on_ranks
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.schedule_batch import MultimodalInputs
 
+from sglang_dsv4 import metrics
 from sglang_dsv4.engine.decode import points as points_module
 from sglang_dsv4.engine.decode.points import points_of
 from sglang_dsv4.engine.state import request_state, server
@@ -29,7 +32,7 @@ from sglang_dsv4.store import tier as tier_module
 from sglang_dsv4.store.keys import Behind, Keys
 from sglang_dsv4.testing import demo_sessions
 
-EDGES = (0, 1, 2, 3, 4, 63, 100, 125, 126, 127, 128, 129, 130, 192, 253, 254, 255)
+EDGES = (0, 1, 4, 126, 127, 128, 129, 255)  # those of ``test_answer_ends`` are all, without the servers' own steps
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,22 @@ def test_the_next_turn_goes_on_from_the_answer(objects):
     pair.nothing_left()
 
 
-@pytest.mark.parametrize("drafts", [2, 5, 8])
+def test_what_keeping_answers_costs_is_exported(objects, monkeypatch):
+    exported = {}
+    monkeypatch.setattr(metrics.Counts, "export", lambda self, labels: exported.update({type(self): labels}))
+
+    class Watched(DecodeWorld):
+        def _queue(self):
+            queue = super()._queue()
+            self.scheduler.metrics_collector = SimpleNamespace(labels={"tp_rank": 3})
+            self.pool.host.counters.series = defaultdict(mock.MagicMock, saves=mock.MagicMock())  # one is there
+            return queue
+
+    Pair(Watched)
+    assert exported == {kind: {"tp_rank": "3"} for kind in (metrics.StoreCounters, metrics.SessionCounters)}
+
+
+@pytest.mark.parametrize("drafts", [2, 8])
 def test_with_drafts_a_key_has_the_next_token_too(objects, drafts):
     pair = Pair(drafts=drafts)
     reqs = [pair.arrived(pair.tokens(1279 + more), 250 + 60 * more) for more in range(4)]
