@@ -205,7 +205,8 @@ class SessionCounters(Counts):
         "session_evicted_total", "Points that were evicted, by reason.", "reason", known=EVICTIONS
     )
     crowded: int = counter(
-        "session_crowded_total", "Requests that ended in one pass with so many others that their answers were not kept."
+        "session_crowded_total",
+        "Ends of requests, on decode servers of pages, of which nothing was kept: so many came in one pass.",
     )
     hints: Counter[tuple[str, str]] = counter(
         "session_hints_total", "Hints of requests, by what became of them.", "type", "outcome", known=HINTS

@@ -34,6 +34,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench import results
@@ -116,6 +117,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     stored = arguments.plain and not arguments.attach and os.environ.get("DSV4_STORE", "off") != "off"
     if arguments.kill_store and not stored:
         parser.error("--kill-store: of a plain server started here with DSV4_STORE")
+    folder = "" if arguments.attach or arguments.stock else read_settings().store.folder
+    if folder and Path(folder).is_dir() and any(Path(folder).iterdir()):
+        parser.error(f"DSV4_STORE={folder} has objects of an earlier run, whose prompts are the same: remove it")
     arguments.keep_tree |= arguments.turns > 1
     arguments.sessions = computed and not (arguments.stock or arguments.attach) and keeps_sessions(arguments)
     arguments.keep_tree |= arguments.sessions

@@ -75,3 +75,15 @@ def test_a_store_is_killed_where_there_is_one(monkeypatch, capsys, store, words,
         with pytest.raises(SystemExit):
             stress.parse(command)
         assert "DSV4_STORE" in capsys.readouterr().err
+
+
+def test_a_store_of_an_earlier_run_is_refused(monkeypatch, capsys, tmp_path):
+    """Its prompts are the same: first turns would be found, and count as later ones that went on."""
+    monkeypatch.setenv("DSV4_STORE", str(tmp_path))
+    command = ["--model-path", "m", "--transfer", "nixl", "--turns", "3"]
+    assert stress.parse(command).turns == 3
+    (tmp_path / "object").touch()
+    with pytest.raises(SystemExit):
+        stress.parse(command)
+    assert f"DSV4_STORE={tmp_path} has objects of an earlier run" in capsys.readouterr().err
+    assert stress.parse([*command, "--stock"]).stock, "it has no store"
