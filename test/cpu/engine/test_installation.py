@@ -50,11 +50,13 @@ def test_an_untested_version_is_served_with_a_warning_and_without_prep(
 ) -> None:
     later = f"{VERSION}.post9"
     monkeypatch.setenv("DSV4_SESSIONS", "auto")
+    monkeypatch.setenv("DSV4_STORE", "/nvme/store")
     monkeypatch.setattr(install, "engine_version", lambda: later)
     with caplog.at_level(logging.WARNING):
         make_pool(PoolSpec())
     assert f"sglang {later} is not tested" in caplog.text
     assert f"requests that end is not kept: sglang {later} is not a tested release" in caplog.text
+    assert caplog.text.count(f"store: nothing is written or read: sglang {later} is not a tested release") == 1
     assert not any(hook.part in ("prep", "plain") for hook in install.install().hooks)
 
 

@@ -191,7 +191,7 @@ def test_ring_sizes_are_not_of_the_layout_and_rows_are() -> None:
 
 
 class Server:
-    """What the identity of a server is read from; its files lie in a folder of its own."""
+    """Holds all from which a server's identity is read; its files lie in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

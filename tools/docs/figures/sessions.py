@@ -120,7 +120,7 @@ def gaps() -> str:
         return ""
     return (
         f"Where [256 requests end together](results/sessions-together.json) another one's longest gap is "
-        f"longer by {told(together, 'longest gap of another request', 0)} ms, median of four rounds. While [a prompt "
+        f"longer by {told(together, 'longest gap of another request', 0)} ms, median of all rounds. While [a prompt "
         f"of a million tokens waits](results/sessions-waiting.json) the median gap is {told(waiting, 'gap, median')} "
         f"of that with `off`, a pass {told(waiting, 'a pass, by one before')}: others end meanwhile, and are saved."
     )
