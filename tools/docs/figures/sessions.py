@@ -114,14 +114,17 @@ def in_saves(result: Result, size: int) -> float:
 
 
 def gaps() -> str:
-    """Returns the gaps of others where many end together, and while a long prompt waits."""
-    together, waiting = read("sessions-together"), read("sessions-waiting")
-    if together is None or waiting is None:
+    """Returns the gaps of others where many end together, and while a long prompt is kept, and waits."""
+    together, long, waiting = read("sessions-together"), read("sessions-long"), read("sessions-waiting")
+    if together is None or long is None or waiting is None:
         return ""
+    p99 = [row["p99_ms"] for row in long["rows"][-2:]]
     return (
         f"Where [256 requests end together](results/sessions-together.json) another one's longest gap is "
         f"longer by {told(together, 'longest gap of another request', 0)} ms, median of all rounds. While [a prompt "
-        f"of a million tokens waits](results/sessions-waiting.json) the median gap is {told(waiting, 'gap, median')} "
+        f"of a million tokens is prefilled and kept](results/sessions-long.json) that of others is longer by "
+        f"{told(long, 'longest gap of another request', 0)} ms (p99 {p99[0]:.0f} ms, and {p99[1]:.0f} with `off`). While "
+        f"[one waits](results/sessions-waiting.json) the median gap is {told(waiting, 'gap, median')} "
         f"of that with `off`, a pass {told(waiting, 'a pass, by one before')}: others end meanwhile, and are saved."
     )
 
