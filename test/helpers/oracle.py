@@ -7,6 +7,7 @@ layer; a byte string by ``(family, layer, position)`` with the token's position 
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def grows(family: str) -> bool:
 # ---------------------------------------------------------------------------------------- the buffers
 
 
+@functools.cache
 def ratio_of(family: str) -> int:
     """Returns tokens that a row of a compressed family stands for; of a state family those of its block."""
     return int(family[1 : family.index("_")])
@@ -216,20 +218,35 @@ def _kv_addressing(pool: Any, family: str, page_bytes: int) -> tuple[int, int, i
 
 def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[int, int, int]]:
     """Returns a row's bytes in order: (page, first byte, past-last byte)."""
-    rows = _rows_a_page(pool, family)
-    page, inner = row // rows, row % rows
-    kind = FAMILIES[family]
+    return _spans_of(pool, family, page_bytes)(row)
+
+
+def _spans_of(pool: Any, family: str, page_bytes: int) -> Callable[[int], list[tuple[int, int, int]]]:
+    """Returns ``_row_spans`` of the rows of one buffer: what is the same for all of them is asked for once."""
+    kind, rows = FAMILIES[family], _rows_a_page(pool, family)
     if kind.buffers is not None:
-        return list(_own_spans(kind, page_bytes, row))
+        return lambda row: list(_own_spans(kind, page_bytes, row))
     if kind.ring:
-        return [(page, 0, page_bytes)]
+        return lambda row: [(row, 0, page_bytes)]
     if family.endswith("_kv"):
         values, scales, stride, scale_base, scale_stride = _kv_addressing(pool, family, page_bytes)
-        first, second = inner * stride, scale_base + inner * scale_stride
-        return [(page, first, first + values), (page, second, second + scales)]
+
+        def kv_spans(row: int) -> list[tuple[int, int, int]]:
+            page, inner = divmod(row, rows)
+            first, second = inner * stride, scale_base + inner * scale_stride
+            return [(page, first, first + values), (page, second, second + scales)]
+
+        return kv_spans
+    split = _part(pool, family).index_k_with_scale_buffer is None
+    return lambda row: _index_spans(family, page_bytes, rows, split, row)
+
+
+def _index_spans(family: str, page_bytes: int, rows: int, split: bool, row: int) -> list[tuple[int, int, int]]:
+    """Returns ``_row_spans`` of an indexer. split: its keys and scales have a buffer each."""
+    page, inner = divmod(row, rows)
     assert page_bytes % rows == 0, f"indexer page of {page_bytes} bytes"
     width = page_bytes // rows
-    if _part(pool, family).index_k_with_scale_buffer is None:  # [page, 1, 4, rows, 16 or 1]
+    if split:  # [page, 1, 4, rows, 16 or 1]
         piece = width // SPLIT_CHUNKS
         if family.endswith("_scales"):
             inner = inner % 16 * 4 + inner // 16  # the slots of a page are a 16 x 4 tile transposed
@@ -304,7 +321,7 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
     assert len(slots) >= n, f"{len(slots)} slots for {n} tokens"
     numbers = slots.tolist()
     draft = getattr(pool, "draft_beside", None) or DraftBeside(None)
-    kind = FAMILIES[family]
+    kind, ratio = FAMILIES[family], ratio_of(family) if grows(family) else 0
     for position in positions(family, n, draft.rows):
         slot = numbers[position]
         if kind.by == "window":
@@ -312,8 +329,8 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
             yield position, c4_state_row(pool, family, layer, row) if kind.ring else row
         elif kind.by == "slot":
             yield position, request_state_row(pool, family, layer, req_slot, position)
-        elif (slot + 1) % ratio_of(family) == 0:
-            row = slot // ratio_of(family)
+        elif (slot + 1) % ratio == 0:
+            row = slot // ratio
             yield position, _c4_kv_row(pool, row) if family == "c4_kv" else row
 
 
@@ -324,10 +341,11 @@ def read(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[RowKey, 
     for (family, layer), buffer in buffers(pool).items():
         page_bytes = buffer.shape[1]
         memory = memoryview(buffer.cpu().numpy()).cast("B")
+        spans = _spans_of(pool, family, page_bytes)
         for position, row in live_rows(pool, (family, layer), slots, n, req_slot):
             assert not _is_sentinel(family, buffer, row), f"{family} layer {layer}: row {row} is the sentinel"
             text = b""
-            for page, start, end in _row_spans(pool, family, page_bytes, row):
+            for page, start, end in spans(row):
                 text += bytes(memory[page * page_bytes + start : page * page_bytes + end])
             found[(family, layer, position)] = text
     return found

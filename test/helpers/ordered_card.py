@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from clocks import HOST, Clocks
+from pretended_device import PlannedOnce
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -155,6 +156,7 @@ class OrderedCard:
         }
         for (module, name), (op, written) in kernels.items():
             monkeypatch.setattr(module, name, self._launched(name, op, written))
+        monkeypatch.setattr(copier, "RowTemplates", PlannedOnce)
         monkeypatch.setattr(copier, "copy_to_host", self._moved(device=1))
         monkeypatch.setattr(copier, "copy_to_device", self._moved(device=0))
         monkeypatch.setattr(torch.Tensor, "record_stream", _recorder(self))

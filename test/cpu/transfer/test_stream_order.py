@@ -19,7 +19,7 @@ from sglang_dsv4.transfer import copier as copier_module
 from sglang_dsv4.transfer import locate as locate_module
 from sglang_dsv4.transfer.pages_in_use import PagesInUse
 
-pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="the card is played"), pytest.mark.both_layouts]
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the card is played")
 
 LENGTHS = (1_900, 130, 1_000, 257, 2_047)
 
