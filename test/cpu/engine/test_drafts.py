@@ -13,8 +13,6 @@ from server_fixture import SPEC, V41, World, since_0523
 
 from sglang_dsv4.testing.standalone import PoolSpec
 
-pytestmark = pytest.mark.both_layouts
-
 EAGLE, DSPARK = "EAGLE", "DSPARK"
 LENGTHS = (3, 127, 128, 129, 256, 257, 383, 384, 385, 1000)
 
@@ -28,12 +26,17 @@ def there_and_back(world: World, n: int, overlap: bool) -> None:
     world.there_and_back(req, seed=n)
 
 
-@pytest.mark.parametrize("overlap", (False, True))
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize(("n", "overlap"), [*((n, True) for n in LENGTHS), *((n, False) for n in (127, 128, 256, 385))])
 @pytest.mark.parametrize("algorithm", (EAGLE, DSPARK))
 def test_its_rows_come_back_at_every_length(algorithm: str, n: int, overlap: bool) -> None:
     """127 rows for EAGLE, 128 for DSpark, over one window page and over two, the pages before them evicted."""
     there_and_back(World(draft=algorithm), n, overlap)
+
+
+def test_beside_a_page_major_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose layout is another in the pages of all tokens alone: the draft has none."""
+    monkeypatch.setenv("DSV4_LAYOUT", "page-major")
+    there_and_back(World(draft=DSPARK), 385, overlap=True)
 
 
 @pytest.mark.parametrize(
