@@ -21,8 +21,8 @@ from sglang_dsv4.sessions.lookup import LookUp
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
-EXAMPLES = 300  # of requests over a pool
-FEWER = 60  # examples where only the families are others
+EXAMPLES = 300  # of requests over a pool: that many make LEAST_STEPS
+USUAL, FEWER = 60, 20  # of them by default; fewer where only the families are others
 AT_NODES = "windows at the node", "looked up behind a node", "looked up again"
 REFUSED = (*(f"load {how}" for how in REFUSED_LOADS), *(f"save {how}" for how in REFUSED_SAVES))
 
@@ -46,7 +46,7 @@ def _without_a_gpu(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_random_lives_of_requests(monkeypatch: pytest.MonkeyPatch, spec: PoolSpec, layout: str) -> None:
     monkeypatch.setenv("DSV4_LAYOUT", layout)
     Lives.device = Device(spec)
-    done, usual = model.done, EXAMPLES if spec is SPEC else FEWER
+    done, usual = model.done, USUAL if spec is SPEC else FEWER
     wanted = ("evict", "abort", "abort twice", "drop", "time passes", "exhausted", *REFUSED)
     count = examples("STATE_MACHINE_EXAMPLES", usual, Lives, 64, done, "retract", "resume", *wanted)
     assert done["steps"] >= LEAST_STEPS * count // EXAMPLES
