@@ -88,6 +88,12 @@ def nothing_is_held(world: PlainWorld) -> None:
     plain.host.memory.check_integrity()
 
 
+def finish(world: PlainWorld) -> None:
+    """Runs the world to its end: each forward checks what it reads, and the end is checked as a whole."""
+    world.run(check=False)
+    world.check_integrity()
+
+
 def over(world: PlainWorld) -> None:
     """Runs the world to its end; nothing is held then."""
     world.run()
@@ -118,12 +124,14 @@ def retracted(
 
 
 def run_until(world: PlainWorld, reached: Callable[[], bool]) -> None:
-    """Steps until ``reached``, every byte and page checked after each."""
-    for _ in range(400):
-        if reached():
+    """Steps until ``reached``; each forward checks what it reads, and every fourth step every byte and page."""
+    for number in range(400):
+        is_reached = reached()
+        if is_reached or number % 4 == 0:
+            world.check_integrity()
+        if is_reached:
             return
         world.step()
-        world.check_integrity()
     raise AssertionError("not reached after 400 steps")
 
 
@@ -151,7 +159,10 @@ def came_back(world: PlainWorld, *reqs: Any) -> None:
 
 
 def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
-    """Runs a random life: all lengths, forced retracts, lost prefixes, second turns; returns the retracts."""
+    """Runs a random life: all lengths, forced retracts, lost prefixes, second turns; returns the retracts.
+
+    Each forward checks what it reads; every byte and page is checked after each retract, and after every fourth step.
+    """
     rng = random.Random(seed)
     first = [
         world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 120))
@@ -160,7 +171,8 @@ def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7
     turned: set[str] = set()
     for number in range(2000):
         batch = world.step()
-        world.check_integrity()
+        if number % 4 == 0:
+            world.check_integrity()
         running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
         if number % retract_every == 0 and len(running) > 1:
             world.retract(rng.choice(running))

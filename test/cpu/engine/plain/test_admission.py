@@ -71,7 +71,7 @@ def test_what_only_the_engine_has_room_for_is_prefilled_again() -> None:
 def test_nearly_all_matched_is_left_to_an_extend(tokens: int) -> None:
     """The window begins in the tree's pages."""
     world = small_world()
-    req = world.submit(range(512), max_new=200)
+    req = world.submit(range(max(512, tokens - 5)), max_new=10)
     run_to(world, req, tokens)
     world.retract(req)
     batch = world.step()

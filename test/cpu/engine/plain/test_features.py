@@ -30,8 +30,8 @@ class Grammar:
 def life(kind: str, restored: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A request beside another, retracted once."""
     world = small_world()
-    world.submit(range(9000, 9100), max_new=60)
-    req = world.submit(range(PROMPT), max_new=60, lora_id="adapter" if kind == "lora" else None)
+    world.submit(range(9000, 9100), max_new=24)
+    req = world.submit(range(PROMPT), max_new=24, lora_id="adapter" if kind == "lora" else None)
     req.grammar = Grammar() if kind == "grammar" else None
     run_to(world, req, TOKENS)
     if not restored:

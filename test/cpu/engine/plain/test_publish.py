@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_world import came_back, forget, full, over, retracted, run_to, serving, small_world
+from plain_world import came_back, finish, forget, full, over, retracted, run_to, serving, small_world
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry
@@ -48,7 +48,7 @@ def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int, mo
     """
     world, req = restored(tokens, more=768 - tokens + 10)
     monkeypatch.setattr(ScheduleBatch, "maybe_evict_swa", lambda _: None)
-    world.run()
+    finish(world)
     world.second_turn(req, [1, 2, 3], max_new=2)
     assert world.step().prefix_lens == [768]
     over(world)
@@ -90,8 +90,8 @@ def test_trap_7_a_long_restore_leaves_other_windows_in_the_tree() -> None:
 def test_trap_8_pages_of_the_tree_are_not_written() -> None:
     """The copy's own bytes of the shared pages are spoilt: nobody must ever see them."""
     world = small_world()
-    req = world.submit(range(1100), max_new=220)
-    run_to(world, req, 1300)
+    req = world.submit(range(1270), max_new=30)
+    run_to(world, req, 1290)
     world.retract(req)
     plain = serving(world)
     copy = plain.saved_of(req).copy

@@ -19,8 +19,6 @@ from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.retract.stale import changing_weights
 from sglang_dsv4.engine.state import request_state
 
-PAGE = 256
-
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +183,15 @@ def test_a_cache_of_two_sets_of_weights_is_told_once(caplog: pytest.LogCaptureFi
 def test_nothing_is_saved_of_an_aborted_request() -> None:
     """A pause with mode abort, or a gateway that is gone: all of a batch at once."""
     world, store = world_with_sessions(pages=120, swa_pages=40)
-    reqs = [world.submit(range(3000 * i, 3000 * i + 1280), max_new=600) for i in range(4)]
-    while not all(len(req.output_ids) > PAGE for req in reqs):
+    reqs = [world.submit(range(3000 * i, 3000 * i + 1500), max_new=600) for i in range(4)]
+    while not all(len(req.output_ids) > 1536 - 1500 for req in reqs):
         world.step()
     made = store.kept._made
     for req in reqs:
         world.abort(req)
     world.run()
     assert all(req.finished() for req in reqs) and store.kept._made == made
-    assert [point.tokens for point in store.order if point.tail is not None] == [1024] * 4, "their prompts' ends stay"
+    assert [point.tokens for point in store.order if point.tail is not None] == [1280] * 4, "their prompts' ends stay"
 
 
 def saves_of(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:

@@ -72,7 +72,8 @@ def copies_of_retracts(monkeypatch: pytest.MonkeyPatch, sessions: str, lengths: 
     world.run()
     plain = serving(world)
     assert (plain.sessions is None) or plain.sessions.points
-    reqs = [world.submit(range(100_000 + 5000 * at, 100_000 + 5000 * at + n)) for at, n in enumerate(lengths)]
+    begins = [100_000 + 5000 * at for at in range(len(lengths))]
+    reqs = [world.submit(range(begin, begin + n), max_new=8) for begin, n in zip(begins, lengths, strict=True)]
     run_until(world, lambda: all(len(req.output_ids) >= 5 for req in reqs))
     for req in reqs:
         world.retract(req)

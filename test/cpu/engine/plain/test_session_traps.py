@@ -12,6 +12,7 @@ import pytest
 import torch
 from plain_world import (
     SMALL41,
+    finish,
     forget,
     lose,
     nothing_is_held,
@@ -44,7 +45,7 @@ def _kept(monkeypatch):
 def lost(world, tokens=1300, answer=4, **arguments):
     """Returns a request that has ended, and whose cache only the host has."""
     req = world.submit(range(tokens), max_new=answer, **arguments)
-    world.run()
+    finish(world)
     forget(world)
     return req
 
@@ -69,11 +70,11 @@ def hits(store):
     return sum(store.counters.hits.values()), store.counters.tokens
 
 
-@pytest.mark.parametrize("tokens", [1280, 1281, 1300])
-def test_trap_1_the_same_prompt_and_one_with_another_last_token_find_the_prompts_point(tokens):
+@pytest.mark.parametrize(("tokens", "answer"), [(1280, 10), (1281, 260), (1500, 40)])
+def test_trap_1_the_same_prompt_and_one_with_another_last_token_find_the_prompts_point(tokens, answer):
     """A chat that ends its reasoning differs in its prompt's last token."""
     world, store = world_with_sessions()
-    lost(world, tokens, answer=300)
+    lost(world, tokens, answer)
     end = (tokens - 1) // 256 * 256
     world.submit(range(tokens), max_new=2)
     world.run()
@@ -97,7 +98,7 @@ def test_trap_2_a_point_is_a_page_end(tokens):
 def test_a_chunk_in_flight_is_not_kept():
     """A request that is prefilled again has chunks behind its prompt; nothing orders a save behind their forward."""
     world, store = world_with_sessions(overlap=True, chunk=512)
-    req = world.submit(range(1300), max_new=400)
+    req = world.submit(range(1530), max_new=400)
     run_until(world, lambda: req.seqlen > 1560)  # the third of its chunks ends behind its prompt
     store.clear("flush")
     world.pause()  # it has no copy
@@ -230,7 +231,7 @@ def test_trap_13_pages_that_a_save_reads_are_given_away_behind_it(monkeypatch):
     keep, wait = store.keep, host.pages_in_use.wait_on_the_stream
     monkeypatch.setattr(store, "keep", lambda *given: (done.append("save"), keep(*given))[1])
     monkeypatch.setattr(host.pages_in_use, "wait_on_the_stream", lambda: (done.append("given away"), wait())[1])
-    lost(world, answer=300)
+    lost(world, 1500, answer=40)
     assert done == ["save", "given away"] * 2
 
 
@@ -361,7 +362,7 @@ def test_with_online_compression_a_step_in_flight_is_no_reason(overlap, monkeypa
     """It writes the request's one state row, of which a page end needs nothing."""
     monkeypatch.setattr(pools, "ONLINE_C128", True)
     world, store = world_with_sessions(overlap=overlap)
-    first = lost(world, answer=300)
+    first = lost(world, 1500, answer=40)
     assert store.points == 2
     world.second_turn(first, [7], max_new=4)
     world.run()

@@ -226,7 +226,7 @@ def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
     req = world.submit(range(1300), max_new=5)
     world.run()
     assert asked == [1280] and request_state(req).point.tokens == 1280 and store.kept._made == store.points == 1
-    other = world.submit(range(2000, 3300), max_new=300)
+    other = world.submit(range(2000, 3500), max_new=40)
     world.run()
     assert asked[1:] == [1280, 1536] and not walked and (request_state(other).point.tokens, store.points) == (1536, 3)
     world.submit(range(4000, 5280), max_new=5)  # its node ends a page behind its point
