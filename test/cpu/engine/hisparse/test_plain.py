@@ -243,7 +243,7 @@ def hot_pages_have_one_owner(world: HiSparsePlainWorld) -> None:
     assert len(held) == len(set(held)), "a page has two owners"
 
 
-@pytest.mark.parametrize("seed", (0, 4, 11))
+@pytest.mark.parametrize("seed", (0, 11))
 def test_hot_rows_are_nobody_elses_where_prompts_end_with_their_prefill(seed: int) -> None:
     """The engine forgets some of such a request's pages, and leaves their places behind with its slots."""
     rng = random.Random(seed)

@@ -6,7 +6,7 @@ from itertools import count, islice
 from types import SimpleNamespace
 
 import pytest
-from plain_world import forget, lose, nothing_is_held, run_to, run_until, serving, world_with_sessions
+from plain_world import finish, forget, lose, nothing_is_held, run_to, run_until, serving, world_with_sessions
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_dsv4.engine.memory import reserve_host_memory
@@ -45,12 +45,12 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(lost, tree, server, toke
     monkeypatch.setenv("DSV4_VERIFY", "1")
     world, store = world_with_sessions(tree=tree, **SERVERS[server])
     first = world.submit(range(tokens), max_new=40)
-    world.run()
+    finish(world)
     store.check_integrity()
     prompt = [*first.origin_input_ids, *first.output_ids]
     lose(world, lost, prompt)
     forks = [world.submit([*prompt, *range(30000 + 1000 * i, 30000 + 1000 * i + more)], max_new=20) for i in range(3)]
-    world.run()
+    finish(world)
     assert all(fork.finished() for fork in forks)
     assert store.counters.hits == {"window" if lost == "windows" else "pages": 1}
     end = (len(prompt) - 1) // 256 * 256
