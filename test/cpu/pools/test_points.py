@@ -12,7 +12,7 @@ def test_every_layout(spec):
     point_round_trip(make_world(pages=10, **{**SPECS, **NEWER_SPECS}[spec]), pages=(2, 3))
 
 
-@pytest.mark.parametrize("spec", ["plain", "online", "v41_drafts"])
+@pytest.mark.parametrize("spec", ["plain", "v41_drafts"])
 def test_through_the_kernels(monkeypatch, spec):
     world = make_world(pages=10, **{**SPECS, **NEWER_SPECS}[spec])
     Device(monkeypatch, kernels=INTERPRETED).serve(world.pool.host)
