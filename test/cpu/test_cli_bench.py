@@ -61,19 +61,12 @@ def fakes(monkeypatch, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--", "--count", "3"], "--count 3: name the one benchmark"),
-        (["prep", "--device", "cpu"], "only transfer runs without"),
-        (["--device", "cpu"], "only transfer runs without"),
-        (["transfer", "--", "--out", "else"], "--out behind --"),
-        (["transfer", "--", "--name=else"], "--name behind --"),
-        (["prep"], "no CUDA device"),
-        ([], "bench transfer --device cpu"),
-        ([], "beside sglang"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--", "--count", "3"], "--count 3: name the one benchmark"),
+    (["prep", "--device", "cpu"], "only transfer runs without"), (["--device", "cpu"], "only transfer runs without"),
+    (["transfer", "--", "--out", "else"], "--out behind --"), (["transfer", "--", "--name=else"], "--name behind --"),
+    (["prep"], "no CUDA device"), ([], "bench transfer --device cpu"), ([], "beside sglang"),
+])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(fakes, capsys, monkeypatch, argv, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "CUDA" not in message and "cpu" not in message)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

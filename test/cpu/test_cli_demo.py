@@ -29,21 +29,18 @@ def ended(argv):
         return error.code
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "named"),
-    [
-        (["--pages", "3", "--requests", "1"], {}, "--pages 3 hold 768 tokens; with --longest 1500 at least 10"),
-        (["--device", "cuda"], {}, "--device cuda: torch sees no CUDA device here; use --device cpu"),
-        ([], {"DSV4_HOST_GB": "abc"}, "DSV4_HOST_GB='abc'"),
-        ([], {"DSV4_ENABLED": "0"}, "DSV4_ENABLED=0: the engine stays as it is"),
-        ([], {"DSV4_HOST_GB": "0.0001"}, "raise DSV4_HOST_GB"),
-        (["--sessions", "--longest", "1279"], {}, "--longest 1279: with --sessions at least 1280 tokens are needed"),
-        (["--sessions", "--pages", "18"], {}, "--pages 18: with --sessions and --longest 1500 at least 19 are needed"),
-        (["--sessions", "--device", "cuda"], {}, "--device cuda: with --sessions the server plays on the CPU"),
-        (["--sessions"], {"DSV4_SESSIONS": "off"}, "DSV4_SESSIONS=off: there would be no sessions to show"),
-        (["--sessions"], {"DSV4_PLAIN": "off"}, "DSV4_PLAIN=off: plain servers alone keep sessions"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "environ", "named"), [
+    (["--pages", "3", "--requests", "1"], {}, "--pages 3 hold 768 tokens; with --longest 1500 at least 10"),
+    (["--device", "cuda"], {}, "--device cuda: torch sees no CUDA device here; use --device cpu"),
+    ([], {"DSV4_HOST_GB": "abc"}, "DSV4_HOST_GB='abc'"),
+    ([], {"DSV4_ENABLED": "0"}, "DSV4_ENABLED=0: the engine stays as it is"),
+    ([], {"DSV4_HOST_GB": "0.0001"}, "raise DSV4_HOST_GB"),
+    (["--sessions", "--longest", "1279"], {}, "--longest 1279: with --sessions at least 1280 tokens are needed"),
+    (["--sessions", "--pages", "18"], {}, "--pages 18: with --sessions and --longest 1500 at least 19 are needed"),
+    (["--sessions", "--device", "cuda"], {}, "--device cuda: with --sessions the server plays on the CPU"),
+    (["--sessions"], {"DSV4_SESSIONS": "off"}, "DSV4_SESSIONS=off: there would be no sessions to show"),
+    (["--sessions"], {"DSV4_PLAIN": "off"}, "DSV4_PLAIN=off: plain servers alone keep sessions"),
+])  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ, named):
     for name, text in environ.items():
         monkeypatch.setenv(name, text)

@@ -77,19 +77,16 @@ def test_what_is_fine_here(findings):
         assert checks[setting.variable]["found"] == f"{setting.default} (default)"
 
 
-@pytest.mark.parametrize(
-    ("environ", "name", "status", "text"),
-    [
-        ({"DSV4_HOST_GB": "many"}, "DSV4_HOST_GB", "fail", "DSV4_HOST_GB='many': "),
-        ({"DSV4_HOST_GIB": "1"}, "DSV4_HOST_GIB", "fail", "rename it to DSV4_HOST_GB"),
-        ({"DSV4_NAMESPACE": "x"}, "DSV4_NAMESPACE", "warn", "left alone"),
-        ({"DSV4_HOST_COPIES": "7"}, "DSV4_HOST_COPIES", "warn", "left alone"),
-        ({"DSV4_SESSIONS": "7"}, "DSV4_SESSIONS", "ok", "7 (set)"),
-        ({"DSV4_ENABLED": "0"}, "hooks", "warn", "unset DSV4_ENABLED"),
-        ({"SGLANG_PLUGINS": "other"}, "entry point", "fail", "SGLANG_PLUGINS='other'"),
-        ({serve.MODELS_VARIABLE: "their.models"}, serve.MODELS_VARIABLE, "fail", "unset it"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "name", "status", "text"), [
+    ({"DSV4_HOST_GB": "many"}, "DSV4_HOST_GB", "fail", "DSV4_HOST_GB='many': "),
+    ({"DSV4_HOST_GIB": "1"}, "DSV4_HOST_GIB", "fail", "rename it to DSV4_HOST_GB"),
+    ({"DSV4_NAMESPACE": "x"}, "DSV4_NAMESPACE", "warn", "left alone"),
+    ({"DSV4_HOST_COPIES": "7"}, "DSV4_HOST_COPIES", "warn", "left alone"),
+    ({"DSV4_SESSIONS": "7"}, "DSV4_SESSIONS", "ok", "7 (set)"),
+    ({"DSV4_ENABLED": "0"}, "hooks", "warn", "unset DSV4_ENABLED"),
+    ({"SGLANG_PLUGINS": "other"}, "entry point", "fail", "SGLANG_PLUGINS='other'"),
+    ({serve.MODELS_VARIABLE: "their.models"}, serve.MODELS_VARIABLE, "fail", "unset it"),
+])  # fmt: skip
 def test_what_the_environment_says(findings, monkeypatch, environ, name, status, text):
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
@@ -157,14 +154,10 @@ def test_an_older_python_fails(monkeypatch):
     assert (check.status, check.todo) == ("fail", "use Python 3.11 or later")
 
 
-@pytest.mark.parametrize(
-    ("environ", "status"),
-    [
-        ({"DSV4_ENABLED": "0"}, "warn"), ({EARLY_SEND: "0"}, "ok"),
-        ({}, "ok" if engine_release().nixl_gets_the_event else "warn"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("environ", "status"), [
+    ({"DSV4_ENABLED": "0"}, "warn"), ({EARLY_SEND: "0"}, "ok"),
+    ({}, "ok" if engine_release().nixl_gets_the_event else "warn"),
+], ids=str)  # fmt: skip
 def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status):
     """It takes neither this package nor a retract: the operator of a prefill server with NIXL has to know."""
     monkeypatch.delenv(EARLY_SEND, raising=False)

@@ -388,11 +388,8 @@ def test_a_file_that_is_no_config_is_refused_by_its_path(tmp_path, text):
     (["--store", "--hisparse"], "--store with --hisparse"), (["--store", "0"], "--store"),
     (["--store", "--tokens", "255"], "--tokens 255 with --store: needed: at least a page, 256"),
     (["--store-rate", "0"], "--store-rate"),
-    *(([flag, text], flag) for flag, text in (
-        ("--sessions", "0"), ("--tokens", "1"), ("--tokens", "9" * 5000),
-        ("--requests", "0"), ("--link-gbs", "0"), ("--link-gbs", "nan"),
-        ("--link-gbs", "1e305"),
-    )),
+    *(([flag, text], flag) for flag, text in (("--sessions", "0"), ("--tokens", "1"), ("--tokens", "9" * 5000),
+     ("--requests", "0"), ("--link-gbs", "0"), ("--link-gbs", "nan"), ("--link-gbs", "1e305"))),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_by_its_flag(config, capsys, argv, named):
     at = ["flash"] if argv[0] != "no history" else [config(num_hidden_layers=1, compress_ratios=[0])]

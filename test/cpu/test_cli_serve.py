@@ -96,18 +96,14 @@ def test_no_option_of_ours_is_one_of_the_engine():
         assert serve.split([option]) == ([], [option])
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "named"),
-    [
-        (["--dsv4-host-gb", "-1"], {}, "DSV4_HOST_GB='-1'"),
-        (["--dsv4-host-gb=", "3"], {}, "DSV4_HOST_GB=''"),
-        (["--dsv4-host-gb", "--tp", "2"], {}, "--dsv4-host-gb"),
-        ([], {"DSV4_HOST_GIB": "4"}, "unknown setting DSV4_HOST_GIB"),
-        (["--dsv4-hostgb", "3"], {}, "unknown option --dsv4-hostgb: did you mean --dsv4-host-gb?"),
-        (["--dsv4-session=auto"], {}, "did you mean --dsv4-sessions?"),
-        ([], {MODELS: "their.models"}, f"{MODELS}='their.models'"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "environ", "named"), [
+    (["--dsv4-host-gb", "-1"], {}, "DSV4_HOST_GB='-1'"), (["--dsv4-host-gb=", "3"], {}, "DSV4_HOST_GB=''"),
+    (["--dsv4-host-gb", "--tp", "2"], {}, "--dsv4-host-gb"),
+    ([], {"DSV4_HOST_GIB": "4"}, "unknown setting DSV4_HOST_GIB"),
+    (["--dsv4-hostgb", "3"], {}, "unknown option --dsv4-hostgb: did you mean --dsv4-host-gb?"),
+    (["--dsv4-session=auto"], {}, "did you mean --dsv4-sessions?"),
+    ([], {MODELS: "their.models"}, f"{MODELS}='their.models'"),
+])  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(refusal, monkeypatch, argv, environ, named):
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
@@ -131,8 +127,7 @@ def test_a_package_that_the_engine_would_not_find_is_refused(refusal, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("listed", "found"),
-    [("", True), ("a, sglang_dsv4 ,b", True), ("a,b", False), (",", False), ("sglang-dsv4", False)],
+    ("listed", "found"), [("", True), ("a, sglang_dsv4 ,b", True), ("a,b", False), (",", False), ("sglang-dsv4", False)]
 )
 def test_the_allow_list_is_read_as_the_engine_reads_it(refusal, start, monkeypatch, listed, found):
     from sglang.srt.plugins import load_plugins_by_group

@@ -27,16 +27,10 @@ def test_only_a_constant_that_nobody_writes_stays(made):
             made("some.table", **fields)
 
 
-@pytest.mark.parametrize(
-    ("given", "tensor"),
-    [
-        (spec("kept", resident="card"), TABLE),
-        (spec(resident="card"), torch.zeros(3, 2, dtype=torch.int32)),
-        (spec(resident="card"), TABLE.long()),
-        (spec(resident="card"), TABLE.to("meta")),
-        (spec(), TABLE),
-    ],
-)
+@pytest.mark.parametrize(("given", "tensor"), [
+    (spec("kept", resident="card"), TABLE), (spec(resident="card"), torch.zeros(3, 2, dtype=torch.int32)),
+    (spec(resident="card"), TABLE.long()), (spec(resident="card"), TABLE.to("meta")), (spec(), TABLE),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_and_nothing_is_sent(given, tensor):
     registry = Residents(torch.device("cpu"))
     registry.constant("kept", TABLE)

@@ -10,15 +10,7 @@ import pytest
 from sglang_dsv4 import settings
 from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.errors import SettingError
-from sglang_dsv4.settings import (
-    OFF,
-    PLAIN_SERVERS,
-    TABLE,
-    Sessions,
-    Settings,
-    read_settings,
-    unknown_names,
-)
+from sglang_dsv4.settings import OFF, PLAIN_SERVERS, TABLE, Sessions, Settings, read_settings, unknown_names
 
 
 def test_a_row_of_the_table_has_the_default_of_its_field():
@@ -27,32 +19,25 @@ def test_a_row_of_the_table_has_the_default_of_its_field():
     assert read_settings({}) == Settings()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("enabled", "1", True), ("host_gb", "auto", None), ("host_gb", "12", 12.0), ("host_gb", "1048575", 1_048_575.0),
-        ("transfer", "torch", "torch"), ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"),
-        ("plain", "off", "off"), ("sessions", "auto", Sessions()), ("sessions", "off", OFF),
-        ("sessions", "plain", PLAIN_SERVERS), ("sessions", "12.5", Sessions(most_gib=12.5)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("enabled", "1", True), ("host_gb", "auto", None), ("host_gb", "12", 12.0), ("host_gb", "1048575", 1_048_575.0),
+    ("transfer", "torch", "torch"), ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"),
+    ("plain", "off", "off"), ("sessions", "auto", Sessions()), ("sessions", "off", OFF),
+    ("sessions", "plain", PLAIN_SERVERS), ("sessions", "12.5", Sessions(most_gib=12.5)),
+])  # fmt: skip
 def test_good_values(name, text, value):
     found = read_settings({TABLE[name].variable: text, "PATH": "/bin", "SGLANG_DSV4_X": "y"})
     assert asdict(found) == {**asdict(Settings()), name: value}
     assert type(getattr(found, name)) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("variable", "texts"),
-    [
-        ("DSV4_ENABLED", ("", "2", "yes", "true", "-1", " 1")),
-        ("DSV4_VERIFY", ("", "2", "on", "False")),
-        ("DSV4_HOST_GB", ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
-        ("DSV4_SESSIONS", ("", "0", "-1", "nan", "inf", "on", "Off", "8GB")),
-        ("DSV4_TRANSFER", ("", "cuda", "staged", "Torch", "torch,auto", "0")),
-        ("DSV4_PREP", ("", "Off", "1", "stream", "graph")),
-    ],
-)
+@pytest.mark.parametrize(("variable", "texts"), [
+    ("DSV4_ENABLED", ("", "2", "yes", "true", "-1", " 1")), ("DSV4_VERIFY", ("", "2", "on", "False")),
+    ("DSV4_HOST_GB", ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
+    ("DSV4_SESSIONS", ("", "0", "-1", "nan", "inf", "on", "Off", "8GB")),
+    ("DSV4_TRANSFER", ("", "cuda", "staged", "Torch", "torch,auto", "0")),
+    ("DSV4_PREP", ("", "Off", "1", "stream", "graph")),
+])  # fmt: skip
 def test_bad_values_are_refused_by_name(variable, texts):
     for text in texts:
         with pytest.raises(SettingError) as caught:
@@ -60,15 +45,12 @@ def test_bad_values_are_refused_by_name(variable, texts):
         assert str(caught.value).startswith(f"{variable}={text!r}: ")
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("DSV4_HOST_GIB", "DSV4_HOST_GB"), ("DSV4_HOSTGB", "DSV4_HOST_GB"), ("DSV4_HOST_GBS", "DSV4_HOST_GB"),
-        ("DSV4_host_gb", "DSV4_HOST_GB"), ("DSV4_HOST_GB_PER_RANK", "DSV4_HOST_GB"), ("DSV4_HOST", "DSV4_HOST_GB"),
-        ("DSV4_VERIFY_", "DSV4_VERIFY"), ("DSV4_VERIFIES", "DSV4_VERIFY"), ("DSV4_ENABLE", "DSV4_ENABLED"),
-        ("DSV4_TRANFSER", "DSV4_TRANSFER"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "meant"), [
+    ("DSV4_HOST_GIB", "DSV4_HOST_GB"), ("DSV4_HOSTGB", "DSV4_HOST_GB"), ("DSV4_HOST_GBS", "DSV4_HOST_GB"),
+    ("DSV4_host_gb", "DSV4_HOST_GB"), ("DSV4_HOST_GB_PER_RANK", "DSV4_HOST_GB"), ("DSV4_HOST", "DSV4_HOST_GB"),
+    ("DSV4_VERIFY_", "DSV4_VERIFY"), ("DSV4_VERIFIES", "DSV4_VERIFY"), ("DSV4_ENABLE", "DSV4_ENABLED"),
+    ("DSV4_TRANFSER", "DSV4_TRANSFER"),
+])  # fmt: skip
 def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(given, meant):
     with pytest.raises(SettingError, match=f"unknown setting {given}: did you mean {meant}"):
         read_settings({given: "1", "DSV4_VERIFY": "1"})

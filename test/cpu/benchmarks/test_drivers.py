@@ -154,13 +154,10 @@ def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
     assert hooked
 
 
-@pytest.mark.parametrize(
-    ("gain", "groups", "lost", "prepared", "missed"),
-    [
-        (1.01, 9, 0, 10, []), (0.97, 9, 0, 10, ["low end", "without / with"]), (1.01, 0, 0, 10, ["starts measured"]),
-        (1.01, 9, 1, 10, ["requests without a whole answer"]), (1.01, 9, 0, 0, ["steps with the hooks, prepared here"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gain", "groups", "lost", "prepared", "missed"), [
+    (1.01, 9, 0, 10, []), (0.97, 9, 0, 10, ["low end", "without / with"]), (1.01, 0, 0, 10, ["starts measured"]),
+    (1.01, 9, 1, 10, ["requests without a whole answer"]), (1.01, 9, 0, 0, ["steps with the hooks, prepared here"]),
+])  # fmt: skip
 def test_bounds_of_a_step_are_missed_by_a_bad_result(gain, groups, lost, prepared, missed):
     """The machine holds up one step of each block with the hooks."""
     blocks = [

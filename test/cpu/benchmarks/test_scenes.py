@@ -198,25 +198,15 @@ def test_every_scene_has_a_row_of_both_servers(run):
     assert kept == ["auto", "2.0", "1"] and "DSV4_SESSIONS" not in started[Stock][1]
 
 
-@pytest.mark.parametrize(
-    ("words", "package", "missed"),
-    [
-        (
-            (),
-            {"finds": False},
-            [
-                "loads of windows alone where they were evicted",
-                *(bound + name for name in EVICTING for bound in (HITS, READ)),
-            ],
-        ),
-        ((), {"lies": 0.5}, [FAR + name for name in (*EVICTING, ALL)]),
-        ((), {"compares": False}, ["loads of sessions not compared with their copy"]),
-        (("--verify", "0"), {"compares": False}, []),
-        ((), {"forgets": False}, ["points left after a flush"]),
-        ((), {"short": 2}, ["requests without a whole answer"]),
-        ((), {"log": "[t] leak detected\n"}, ["trouble in the log"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "package", "missed"), [
+    ((), {"finds": False}, ["loads of windows alone where they were evicted",
+     *(bound + name for name in EVICTING for bound in (HITS, READ))]),
+    ((), {"lies": 0.5}, [FAR + name for name in (*EVICTING, ALL)]),
+    ((), {"compares": False}, ["loads of sessions not compared with their copy"]),
+    (("--verify", "0"), {"compares": False}, []), ((), {"forgets": False}, ["points left after a flush"]),
+    ((), {"short": 2}, ["requests without a whole answer"]),
+    ((), {"log": "[t] leak detected\n"}, ["trouble in the log"]),
+])  # fmt: skip
 def test_each_fault_misses_its_bound(run, words, package, missed):
     status, found, _ = run(*words, **package)
     slower = [] if package.get("finds", True) else [name for name in found if name.startswith(TOKENS)]
@@ -243,19 +233,13 @@ def test_a_flush_that_empties_nothing_is_seen(run):
     assert "tokens found after a flush" in run(flushes=False)[1]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "first", "said", "end"),
-    [
-        (range(300), 300, 600, 256),  # regenerate
-        (range(257), 257, 600, 256),
-        (range(256), 256, 600, 0),
-        (range(900), 300, 513, 512),  # a next turn
-        (range(900), 300, 512, 256),
-        (range(900), 300, 1200, 256),  # a reply that was cut before its last page end
-        ([*range(256), 5, 5], 300, 600, 0),
-        ([*range(257), 5, 5], 257, 600, 256),
-        ([5], 300, 600, 0),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "first", "said", "end"), [
+    (range(300), 300, 600, 256),  # regenerate
+    (range(257), 257, 600, 256), (range(256), 256, 600, 0),
+    (range(900), 300, 513, 512),  # a next turn
+    (range(900), 300, 512, 256),
+    (range(900), 300, 1200, 256),  # a reply that was cut before its last page end
+    ([*range(256), 5, 5], 300, 600, 0), ([*range(257), 5, 5], 257, 600, 256), ([5], 300, 600, 0),
+])  # fmt: skip
 def test_a_prompt_can_go_on_from_the_last_page_end_that_was_kept(prompt, first, said, end):
     assert scenes.reach([*prompt], [*range(first)], [*range(first, said)]) == end

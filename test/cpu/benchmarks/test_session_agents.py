@@ -222,30 +222,25 @@ def slower(by: float) -> dict[str, list[float]]:
     return {"turn_seconds": [seconds * by for seconds in QUIET["turn_seconds"]]}
 
 
-@pytest.mark.parametrize(
-    ("changed", "missed", "words"),
-    [
-        ({}, [], ()),
-        ({}, [], ALONE),
-        ({STOCK: QUIET, SESSIONS: slower(1.009)}, [], IDLE),
-        ({STOCK: QUIET, SESSIONS: slower(1.011)}, [RATE, WHOLE, "median turn, low end of the 99% interval"], IDLE),
-        ({STOCK: QUIET, SESSIONS: {"turn_seconds": [*QUIET["turn_seconds"][1:], 0.3]}}, [WHOLE], IDLE),
-        ({STOCK: QUIET, SESSIONS: {**slower(1.009), "session_points": 0}}, ["points of sessions"], IDLE),
-        ({HICACHE: {"whole": 19}}, ["turns without a whole answer"], ()),
-        ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"], ()),
-        ({STOCK: {"found": 0.6}}, ["turns that stock finds on the device, share"], ()),
-        ({RESIDENT: {"found": 0.8}}, ["turns that it finds where it holds all, share"], ()),
-        ({SESSIONS: {"hits": {"pages": 9}}}, ["turns that went on from a session, share"], ()),
-        ({SESSIONS: {"host_gib": 8.1}}, ["host memory, by HiCache's"], ()),
-        ({STOCK: {"first_token_p50_ms": 3490.0}}, ["first token, median, by stock's"], ()),
-        ({RESIDENT: {"first_token_p50_ms": 334.0}}, ["first token, median, by that on the device"], ()),
-        ({STOCK: {"turns_a_second": 1.1}}, ["turns a second, by stock's"], ()),
-        ({STOCK: {"turns_a_second": 1.1}}, ["turns a second, by stock's"], ALONE),
-        ({HICACHE: {"turns_a_second": 7.1}}, ["turns a second, by HiCache's"], ()),
-        ({SESSIONS: {"save_p50_ms": 0.6}}, ["save of a turn, median, ms"], ()),
-        ({SESSIONS: {"saves": 0}}, ["saves of a turn seen"], ()),
-    ],
-)
+@pytest.mark.parametrize(("changed", "missed", "words"), [
+    ({}, [], ()), ({}, [], ALONE), ({STOCK: QUIET, SESSIONS: slower(1.009)}, [], IDLE),
+    ({STOCK: QUIET, SESSIONS: slower(1.011)}, [RATE, WHOLE, "median turn, low end of the 99% interval"], IDLE),
+    ({STOCK: QUIET, SESSIONS: {"turn_seconds": [*QUIET["turn_seconds"][1:], 0.3]}}, [WHOLE], IDLE),
+    ({STOCK: QUIET, SESSIONS: {**slower(1.009), "session_points": 0}}, ["points of sessions"], IDLE),
+    ({HICACHE: {"whole": 19}}, ["turns without a whole answer"], ()),
+    ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"], ()),
+    ({STOCK: {"found": 0.6}}, ["turns that stock finds on the device, share"], ()),
+    ({RESIDENT: {"found": 0.8}}, ["turns that it finds where it holds all, share"], ()),
+    ({SESSIONS: {"hits": {"pages": 9}}}, ["turns that went on from a session, share"], ()),
+    ({SESSIONS: {"host_gib": 8.1}}, ["host memory, by HiCache's"], ()),
+    ({STOCK: {"first_token_p50_ms": 3490.0}}, ["first token, median, by stock's"], ()),
+    ({RESIDENT: {"first_token_p50_ms": 334.0}}, ["first token, median, by that on the device"], ()),
+    ({STOCK: {"turns_a_second": 1.1}}, ["turns a second, by stock's"], ()),
+    ({STOCK: {"turns_a_second": 1.1}}, ["turns a second, by stock's"], ALONE),
+    ({HICACHE: {"turns_a_second": 7.1}}, ["turns a second, by HiCache's"], ()),
+    ({SESSIONS: {"save_p50_ms": 0.6}}, ["save of a turn, median, ms"], ()),
+    ({SESSIONS: {"saves": 0}}, ["saves of a turn seen"], ()),
+])  # fmt: skip
 def test_each_bad_figure_misses_its_bound(changed, missed, words):
     assert judged(changed, *words) == missed
 
@@ -253,15 +248,12 @@ def test_each_bad_figure_misses_its_bound(changed, missed, words):
 SLOW_STOCK = {"first_token_p50_ms": 385.0, "turns_a_second": 7.0}
 
 
-@pytest.mark.parametrize(
-    ("changed", "missed"),
-    [
-        ({STOCK: SLOW_STOCK}, []),
-        ({STOCK: SLOW_STOCK | {"first_token_p50_ms": 384.0}}, ["first token, median, by stock's"]),
-        ({STOCK: SLOW_STOCK | {"turns_a_second": 7.1}}, ["turns a second, by stock's"]),
-        ({STOCK: SLOW_STOCK, RESIDENT: {"first_token_p50_ms": 334.0}}, ["first token, median, by that on the device"]),
-    ],
-)
+@pytest.mark.parametrize(("changed", "missed"), [
+    ({STOCK: SLOW_STOCK}, []),
+    ({STOCK: SLOW_STOCK | {"first_token_p50_ms": 384.0}}, ["first token, median, by stock's"]),
+    ({STOCK: SLOW_STOCK | {"turns_a_second": 7.1}}, ["turns a second, by stock's"]),
+    ({STOCK: SLOW_STOCK, RESIDENT: {"first_token_p50_ms": 334.0}}, ["first token, median, by that on the device"]),
+])  # fmt: skip
 def test_a_model_of_few_layers_need_not_be_many_times_as_fast(changed, missed):
     assert judged(changed, config=TINY) == missed
 

@@ -124,22 +124,13 @@ BY_TURNS = [SESSIONS, OFF, OFF, SESSIONS, ALL + OFF, ALL + SESSIONS]
 SPEED = ("tokens a second", "the same", "latency", "longest", "gap, median", "a pass")  # of played servers: any
 
 
-@pytest.mark.parametrize(
-    ("scene", "words", "sizes", "holds", "unlike"),
-    [
-        (
-            "crowd",
-            ["--running", "2", "4", "--prompt", "20", "40", "--new-tokens", "3", "5"],
-            (2, 4),
-            (),
-            "--stream-interval",
-        ),
-        ("together", ["--running", "8"], (8,), (), "0.5"),
-        ("queue", ["--waiting", "20", "30"], (20, 30), (costs.QUEUED,), "4"),
-        ("long", [], (LONG,), (), "--prefill-decode-interval"),
-        ("waiting", [], (LONG,), (LONG,), "lof"),
-    ],
-)
+@pytest.mark.parametrize(("scene", "words", "sizes", "holds", "unlike"), [
+    ("crowd", ["--running", "2", "4", "--prompt", "20", "40", "--new-tokens", "3", "5"], (2, 4), (),
+     "--stream-interval"),
+    ("together", ["--running", "8"], (8,), (), "0.5"),
+    ("queue", ["--waiting", "20", "30"], (20, 30), (costs.QUEUED,), "4"),
+    ("long", [], (LONG,), (), "--prefill-decode-interval"), ("waiting", [], (LONG,), (LONG,), "lof"),
+])  # fmt: skip
 def test_a_scene_runs_both_servers_by_turns_to_its_end(run, monkeypatch, scene, words, sizes, holds, unlike):
     monkeypatch.setattr(Off, "holds", holds)
     status, missed, rows, started, awake = run(scene, *words, "--", "--mem-fraction-static", "0.5")
@@ -220,29 +211,20 @@ def every(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("scene", costs.SCENES)
-@pytest.mark.parametrize(
-    ("changed", "missed"),
-    [
-        ({}, {}),
-        ({"whole": 8}, every("requests without a whole answer")),
-        ({"trouble": ["leak detected"]}, every("trouble in a log")),
-        ({"copies": 1}, every("copies held behind a round")),
-        ({"kept_bytes": 0}, every("bytes of points kept, least round")),
-        ({"tokens_a_second": 99.1}, {}),
-        ({"tokens_a_second": 98.9}, {"crowd": RATE}),
-        ({"p99_ms": 10.3}, {"crowd": ["latency of a request, p99, by that without"]}),
-        ({"max_ms": 44.9}, {}),
-        ({"max_ms": 45.1}, {"long": [GAP]}),
-        ({"max_ms": 60.1}, {"long": [GAP], "together": [GAP]}),
-        ({"ended_last": 0.8}, {"together": ["requests that ended with the last one, share"]}),
-        ({"waited": 0}, {"queue": ["requests that waited, share"],
-                         "waiting": ["rounds in which the prompt waited to the end"]}),
-        ({"pass_ms": 3.09}, {}),
-        ({"pass_ms": 3.11}, {"queue": ["a pass, ms longer"]}),
-        ({"p50_ms": 3.04}, {"waiting": ["gap, median, by that without"]}),
-        ({"slower": 1.22}, {"waiting": ["a pass, by one before the prompt came, by those without"]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "missed"), [
+    ({}, {}), ({"whole": 8}, every("requests without a whole answer")),
+    ({"trouble": ["leak detected"]}, every("trouble in a log")), ({"copies": 1}, every("copies held behind a round")),
+    ({"kept_bytes": 0}, every("bytes of points kept, least round")), ({"tokens_a_second": 99.1}, {}),
+    ({"tokens_a_second": 98.9}, {"crowd": RATE}),
+    ({"p99_ms": 10.3}, {"crowd": ["latency of a request, p99, by that without"]}), ({"max_ms": 44.9}, {}),
+    ({"max_ms": 45.1}, {"long": [GAP]}), ({"max_ms": 60.1}, {"long": [GAP], "together": [GAP]}),
+    ({"ended_last": 0.8}, {"together": ["requests that ended with the last one, share"]}),
+    ({"waited": 0}, {"queue": ["requests that waited, share"],
+                     "waiting": ["rounds in which the prompt waited to the end"]}),
+    ({"pass_ms": 3.09}, {}), ({"pass_ms": 3.11}, {"queue": ["a pass, ms longer"]}),
+    ({"p50_ms": 3.04}, {"waiting": ["gap, median, by that without"]}),
+    ({"slower": 1.22}, {"waiting": ["a pass, by one before the prompt came, by those without"]}),
+])  # fmt: skip
 def test_each_bad_figure_misses_its_bound(scene, changed, missed):
     words = ["--scene", scene, "--config", str(CONFIG), "--running", "64", "--waiting", "64", "--long", "2048"]
     made = costs.SCENES[scene](costs.parse(words if scene in ("crowd", "together") else [*words[:4], *words[6:]]))

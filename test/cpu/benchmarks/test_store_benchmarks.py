@@ -204,14 +204,10 @@ CACHED, FOUND, FIRST = (
 FAR = "scores from computed ones, beyond the device's and 3 standard errors"
 
 
-@pytest.mark.parametrize(
-    ("ours", "missed"),
-    [
-        ({"stored": lambda *_: False}, [CACHED]),
-        ({"lies": 0.5}, [FAR]),
-        ({"log": "[t] leak detected\n"}, ["trouble in a log"]),
-    ],
-)
+@pytest.mark.parametrize(("ours", "missed"), [
+    ({"stored": lambda *_: False}, [CACHED]), ({"lies": 0.5}, [FAR]),
+    ({"log": "[t] leak detected\n"}, ["trouble in a log"]),
+])  # fmt: skip
 def test_a_bad_second_life_misses_its_bound(run, ours, missed):
     assert run(store_life, "restart", "--without-peer", **ours)[1] == missed
 
@@ -304,22 +300,14 @@ IN_TIERS = [{"run": tier, "first_token_p50_ms": ms, "found": tier != RECOMPUTED,
 IN_STORE = f"first token, median, {STORE}, by that {RECOMPUTED}"
 
 
-@pytest.mark.parametrize(
-    ("scene", "changed", "missed"),
-    [
-        ("restart", {}, []),
-        ("restart", {"by_cold": 0.16}, [FIRST]),
-        ("takeover", {"by_cold": 0.19}, []),
-        ("takeover", {"by_cold": 0.21}, [FIRST]),
-        ("restart", {"cached": 0.94}, [CACHED]),
-        ("restart", {"cut_off": 0}, ["requests cut off by the kill"]),
-        ("restart", {"read_found": 0.5}, [FOUND]),
-        ("restart", {"roundings": [0.1]}, ["prompts scored on the device"]),
-        ("tiers", {}, []),
-        ("tiers", {"first_token_p50_ms": 210.0}, [IN_STORE]),
-        ("tiers", {"first_token_p50_ms": 90.0}, [f"first token, median, {HOST}, by that {STORE}"]),
-    ],
-)
+@pytest.mark.parametrize(("scene", "changed", "missed"), [
+    ("restart", {}, []), ("restart", {"by_cold": 0.16}, [FIRST]), ("takeover", {"by_cold": 0.19}, []),
+    ("takeover", {"by_cold": 0.21}, [FIRST]), ("restart", {"cached": 0.94}, [CACHED]),
+    ("restart", {"cut_off": 0}, ["requests cut off by the kill"]), ("restart", {"read_found": 0.5}, [FOUND]),
+    ("restart", {"roundings": [0.1]}, ["prompts scored on the device"]), ("tiers", {}, []),
+    ("tiers", {"first_token_p50_ms": 210.0}, [IN_STORE]),
+    ("tiers", {"first_token_p50_ms": 90.0}, [f"first token, median, {HOST}, by that {STORE}"]),
+])  # fmt: skip
 def test_each_bad_life_misses_its_bound(scene, changed, missed):
     whole = {"asked": 9, "whole": 9, "trouble": []}
     rows = [whole | row for row in IN_TIERS] if scene == "tiers" else [LIFE]
@@ -347,13 +335,7 @@ def test_the_costs_run_both_servers_by_turns(run, scene):
     _, missed, rows, started = run(store_costs, scene, *words, "--", "--mem-fraction-static", "0.5")
     assert [name for name in missed if not name.startswith(SPEED)] == []
     assert [row["run"] for row in rows][:4] == [OURS, WITHOUT, WITHOUT, OURS], "each round changes who is first"
-    (
-        (
-            ours,
-            with_,
-        ),
-        (others, without),
-    ) = started
+    ((ours, with_), (others, without)) = started
     assert ours == others and ours[-2:] == ["--mem-fraction-static", "0.5"] and without["DSV4_STORE"] == "off"
     assert {name for name in with_ if with_[name] != without[name]} == {"DSV4_STORE"}
     parts = [row for row in rows if not row["run"].startswith(ALL)]
@@ -379,21 +361,17 @@ TOLD = {"asked": 9, "whole": 9, "trouble": [], "p99_ms": 10.0, "gb_a_second": 0.
 RATES = [f"turns a second, by those without, {which}" for which in ("median turn", "all turns")]
 
 
-@pytest.mark.parametrize(
-    ("scene", "changed", "missed"),
-    [
-        ("idle", {}, []),
-        ("idle", {"turn_seconds": [1.02] * 4}, [*RATES, "median turn, low end of the 99% interval"]),
-        ("idle", {"written": 0}, ["bytes written, least round"]),
-        ("idle", {"found": 0.8}, ["turns found on the device, share"]),
-        ("busy", {}, []),
-        ("busy", {"p99_ms": 10.3}, [STEP]),
-        ("busy", {"gb_a_second": 0.4}, ["written beside the steps, GB/s, median round"]),
-        ("busy", {"whole": 8}, ["requests without a whole answer"]),
-        ("hangs", {"stopped": 0}, ["store processes that hang, least round"]),
-        ("hangs", {"first_tokens_ms": [100.0, 170.0]}, ["latest first token, by that without"]),
-    ],
-)
+@pytest.mark.parametrize(("scene", "changed", "missed"), [
+    ("idle", {}, []),
+    ("idle", {"turn_seconds": [1.02] * 4}, [*RATES, "median turn, low end of the 99% interval"]),
+    ("idle", {"written": 0}, ["bytes written, least round"]),
+    ("idle", {"found": 0.8}, ["turns found on the device, share"]), ("busy", {}, []),
+    ("busy", {"p99_ms": 10.3}, [STEP]),
+    ("busy", {"gb_a_second": 0.4}, ["written beside the steps, GB/s, median round"]),
+    ("busy", {"whole": 8}, ["requests without a whole answer"]),
+    ("hangs", {"stopped": 0}, ["store processes that hang, least round"]),
+    ("hangs", {"first_tokens_ms": [100.0, 170.0]}, ["latest first token, by that without"]),
+])  # fmt: skip
 def test_each_bad_figure_misses_its_bound(scene, changed, missed):
     rows = [
         {"run": begins + name} | TOLD | (changed if name == OURS else {})

@@ -88,17 +88,13 @@ def rows(**change: float) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "missed"),
-    [
-        ({"foreign": 0.0015, "swapped": 0.07}, []),
-        ({"foreign": 0.0016}, ["share of foreign positions, after retracts"]),
-        ({"swapped": 0.071}, ["share of experts swapped, after retracts"]),
-        ({"by_token_differ": 1}, ["positions that chose otherwise by token id"]),
-        ({"choices_compared": 59}, ["choices compared, answers after retracts"]),
-        ({"shifted": 0.89}, ["share of positions that a shift would make foreign"]),
-        ({"zeroed": 0.05}, ["share of foreign positions, choices zeroed"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "missed"), [
+    ({"foreign": 0.0015, "swapped": 0.07}, []), ({"foreign": 0.0016}, ["share of foreign positions, after retracts"]),
+    ({"swapped": 0.071}, ["share of experts swapped, after retracts"]),
+    ({"by_token_differ": 1}, ["positions that chose otherwise by token id"]),
+    ({"choices_compared": 59}, ["choices compared, answers after retracts"]),
+    ({"shifted": 0.89}, ["share of positions that a shift would make foreign"]),
+    ({"zeroed": 0.05}, ["share of foreign positions, choices zeroed"]),
+])  # fmt: skip
 def test_each_fault_misses_its_bound(change, missed):
     assert [bound["name"] for bound in choices.judge(rows(**change), 60, 0) if not bound["ok"]] == missed

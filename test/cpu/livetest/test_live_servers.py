@@ -27,13 +27,10 @@ def test_a_folder_is_served_with_the_tokenizer_and_the_weights_that_it_has(tmp_p
         assert word not in servers.defaults_for(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("given", "ranks"),
-    [
-        ([], 1), (["--tp", "2"], 2), (["--tp-size=4", "--dp", "2"], 4), (["--x", "--tp-size", "8"], 8),
-        (["--tp", "2", "--pp-size", "3"], 6), (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "ranks"), [
+    ([], 1), (["--tp", "2"], 2), (["--tp-size=4", "--dp", "2"], 4), (["--x", "--tp-size", "8"], 8),
+    (["--tp", "2", "--pp-size", "3"], 6), (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], 2),
+])  # fmt: skip
 def test_a_server_has_the_ranks_it_is_told(given, ranks):
     assert servers.ranks(given) == ranks
 

@@ -60,18 +60,15 @@ def rows(
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "missed"),
-    [
-        ({}, []),
-        ({"retracts": -1.85, "unlikely": 0.029}, []),  # rounding by batch is smaller than that
-        ({"retracts": -1.95}, ["mean log probability of a token, after retracts"]),
-        ({"unlikely": 0.04}, ["share of tokens below -4, after retracts"]),
-        ({"answers": 99}, ["answers scored, after retracts"]),
-        ({"zeroed": -1.7}, ["mean log probability of a token, swa_kv zeroed"]),
-        ({"fall": -0.08}, ["fall and 3 standard errors, c2_state zeroed"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "missed"), [
+    ({}, []),
+    ({"retracts": -1.85, "unlikely": 0.029}, []),  # rounding by batch is smaller than that
+    ({"retracts": -1.95}, ["mean log probability of a token, after retracts"]),
+    ({"unlikely": 0.04}, ["share of tokens below -4, after retracts"]),
+    ({"answers": 99}, ["answers scored, after retracts"]),
+    ({"zeroed": -1.7}, ["mean log probability of a token, swa_kv zeroed"]),
+    ({"fall": -0.08}, ["fall and 3 standard errors, c2_state zeroed"]),
+])  # fmt: skip
 def test_each_fault_misses_its_bound(change, missed):
     assert [bound["name"] for bound in score.judge(rows(**change), 100) if not bound["ok"]] == missed
 

@@ -155,16 +155,12 @@ def found_answers(run) -> list[load.Answer]:
     return [load.Answer("whole", prompt=len(prompt)) for prompt in load.Load.of(stress.parse(words)).prompts[:4]]
 
 
-@pytest.mark.parametrize(
-    ("change", "missed"),
-    [
-        (lambda rows: rows[1:] + rows[-1:], [BY_TOKEN, FOREIGN, "share of experts swapped, after retracts"]),
-        (lambda rows: [*rows[:-1], [9] * len(rows[0])], [BY_TOKEN, FOREIGN]),
-        (lambda rows: rows[1:], ["whole answers without a row", "choices compared, answers after retracts", ZEROED]),
-        (lambda rows: [], ["whole answers without a row", "choices compared, answers after retracts", ZEROED]),
-    ],
-    ids=["shifted", "last row foreign", "one lost", "none"],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "missed"), [
+    (lambda rows: rows[1:] + rows[-1:], [BY_TOKEN, FOREIGN, "share of experts swapped, after retracts"]),
+    (lambda rows: [*rows[:-1], [9] * len(rows[0])], [BY_TOKEN, FOREIGN]),
+    (lambda rows: rows[1:], ["whole answers without a row", "choices compared, answers after retracts", ZEROED]),
+    (lambda rows: [], ["whole answers without a row", "choices compared, answers after retracts", ZEROED]),
+], ids=["shifted", "last row foreign", "one lost", "none"])  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("launched")
 def test_a_server_that_returns_wrong_choices_misses_its_bounds(run, monkeypatch, way, change, missed):
@@ -174,31 +170,22 @@ def test_a_server_that_returns_wrong_choices_misses_its_bounds(run, monkeypatch,
     assert all(any(name.startswith(part) for name in found) for part in missed), found
 
 
-@pytest.mark.parametrize(
-    ("change", "missed"),
-    [
-        ({}, []),
-        ({"fallbacks": {"StaleWeights": 3}}, []),
-        ({"whole": 8}, ["whole answers, of 9"]),
-        ({"whole": 8, "refused": 1}, ["whole answers, of 9"]),
-        ({"alive": False}, ["server alive at the end"]),
-        ({"trouble": ["VerifyMismatch"]}, ["trouble in the log"]),
-        ({"saves": 9}, ["retracts with a copy", "saves without a load"]),
-        ({"loads": 9}, ["saves without a load"]),
-        ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
-        ({"ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
-        ({"ranks": 1}, ["ranks that said what they decided"]),
-        ({"verified": 9}, ["loads not compared with their copy"]),
-        ({"held_bytes_at_end": 1}, ["host memory held at the end, bytes"]),
-        ({"held_bytes_at_end": None}, ["metrics of this package"]),
-        # on a plain server every retract has a load or a reason
-        ({"engine_retracts": 10}, []),
-        ({"engine_retracts": 9}, ["retracts"]),
-        ({"engine_retracts": 11}, ["retracts with neither a load nor a reason"]),
-        ({"engine_retracts": 14, "fallbacks": {"YoungRequest": 4}}, []),
-        ({"engine_retracts": 21, "fallbacks": {"YoungRequest": 11}}, ["retracts answered by a load, share"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "missed"), [
+    ({}, []), ({"fallbacks": {"StaleWeights": 3}}, []), ({"whole": 8}, ["whole answers, of 9"]),
+    ({"whole": 8, "refused": 1}, ["whole answers, of 9"]), ({"alive": False}, ["server alive at the end"]),
+    ({"trouble": ["VerifyMismatch"]}, ["trouble in the log"]),
+    ({"saves": 9}, ["retracts with a copy", "saves without a load"]), ({"loads": 9}, ["saves without a load"]),
+    ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
+    ({"ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
+    ({"ranks": 1}, ["ranks that said what they decided"]), ({"verified": 9}, ["loads not compared with their copy"]),
+    ({"held_bytes_at_end": 1}, ["host memory held at the end, bytes"]),
+    ({"held_bytes_at_end": None}, ["metrics of this package"]),
+    # on a plain server every retract has a load or a reason
+    ({"engine_retracts": 10}, []), ({"engine_retracts": 9}, ["retracts"]),
+    ({"engine_retracts": 11}, ["retracts with neither a load nor a reason"]),
+    ({"engine_retracts": 14, "fallbacks": {"YoungRequest": 4}}, []),
+    ({"engine_retracts": 21, "fallbacks": {"YoungRequest": 11}}, ["retracts answered by a load, share"]),
+])  # fmt: skip
 def test_each_fault_misses_its_bound(change, missed):
     assert judged(change, plain="engine_retracts" in change) == missed
 

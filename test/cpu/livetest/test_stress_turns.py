@@ -64,15 +64,10 @@ def test_last_turns_that_read_bad_pages_without_damage_are_seen(run, monkeypatch
 
 
 @pytest.mark.usefixtures("launched", "published")
-@pytest.mark.parametrize(
-    ("facts", "words", "missed"),
-    [
-        (finds(), HICACHE, []),
-        (finds(0.29), [], [CACHED]),
-        (finds(on_host=0), HICACHE, [BROUGHT]),
-        (finds(0.31, on_host=0), [], []),
-    ],
-)
+@pytest.mark.parametrize(("facts", "words", "missed"), [
+    (finds(), HICACHE, []), (finds(0.29), [], [CACHED]), (finds(on_host=0), HICACHE, [BROUGHT]),
+    (finds(0.31, on_host=0), [], []),
+])  # fmt: skip
 def test_last_turns_that_read_no_cache_are_seen(run, monkeypatch, facts, words, missed):
     monkeypatch.setattr(Running, "facts", facts)
     assert missed_by(run(*TURNS, "--score", "4", *words)[1]) == missed
@@ -166,27 +161,21 @@ def test_a_conversation_stays_with_its_data_parallel_rank(run, launched):
 
 
 @pytest.mark.usefixtures("keeps", "launched")
-@pytest.mark.parametrize(
-    ("method", "missed"),
-    [
-        ("go_on", ["sessions kept at the end of the run, points", "later turns that went on from a session, share"]),
-        ("flush", ["points left after a flush", "bytes of sessions left after a flush"]),
-    ],
-)
+@pytest.mark.parametrize(("method", "missed"), [
+    ("go_on", ["sessions kept at the end of the run, points", "later turns that went on from a session, share"]),
+    ("flush", ["points left after a flush", "bytes of sessions left after a flush"]),
+])  # fmt: skip
 def test_a_server_without_sessions_and_one_that_a_flush_leaves_full_are_seen(run, monkeypatch, method, missed):
     monkeypatch.setattr(Running, method, lambda *_: None)
     assert missed_by(run(*TURNS, "--score", "0")[1]) == missed
 
 
-@pytest.mark.parametrize(
-    ("change", "missed"),
-    [
-        ({}, []),
-        ({"verified": 11}, ["loads of sessions not compared with their copy"]),
-        ({"hits": {"pages": 5, "window": 4}, "verified": 9}, ["later turns that went on from a session, share"]),
-        ({"hits": {"pages": 5, "window": 5}, "verified": 10}, []),
-    ],
-)
+@pytest.mark.parametrize(("change", "missed"), [
+    ({}, []),
+    ({"verified": 11}, ["loads of sessions not compared with their copy"]),
+    ({"hits": {"pages": 5, "window": 4}, "verified": 9}, ["later turns that went on from a session, share"]),
+    ({"hits": {"pages": 5, "window": 5}, "verified": 10}, []),
+])  # fmt: skip
 def test_each_fault_of_sessions_misses_its_bound(change, missed):
     counted = {"points_before": 3, "points": 0, "bytes": 0, "hits": {"pages": 12}, "verified": 12} | change
     log = {"engine_retracts": 10, "sessions": counted}

@@ -179,15 +179,10 @@ def test_what_is_aborted_a_warm_up_or_of_another_tenant_is_not_found(objects):
     assert pair.next_turns([req], cache_salt="a") == [1536]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("multimodal_inputs", MultimodalInputs(mm_items=[])),
-        ("skip_radix_cache_insert", True),
-        ("positional_embed_overrides", ()),
-        ("input_embeds", ()),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("multimodal_inputs", MultimodalInputs(mm_items=[])), ("skip_radix_cache_insert", True),
+    ("positional_embed_overrides", ()), ("input_embeds", ()),
+])  # fmt: skip
 def test_what_others_may_not_have_is_not_written(objects, name, value):
     """Its tokens do not say what its cache is, or it is nobody else's."""
     pair = Pair()

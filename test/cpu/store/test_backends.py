@@ -242,21 +242,12 @@ def test_the_folder_of_the_engine_s_variable_is_used(made, tmp_path, monkeypatch
     assert why_not("file", {}) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "said"),
-    [
-        ("eic", {}, "batch_get_v2"),
-        ("simm", {}, "batch_get_v2"),
-        ("tensorcast", {}, "pools"),
-        ("aibrix", {}, "ranks"),
-        ("shm", {}, "keeps nothing"),
-        ("sim", {}, "no bytes"),
-        ("flexkv", {}, "no such backend"),
-        ("file", {}, "file_storage_path"),
-        ("mooncake", {"standalone_storage": True}, "standalone_storage"),
-        ("dynamic", {"class_name": "X"}, "backend_name, module_path"),
-    ],
-)
+@pytest.mark.parametrize(("name", "config", "said"), [
+    ("eic", {}, "batch_get_v2"), ("simm", {}, "batch_get_v2"), ("tensorcast", {}, "pools"), ("aibrix", {}, "ranks"),
+    ("shm", {}, "keeps nothing"), ("sim", {}, "no bytes"), ("flexkv", {}, "no such backend"),
+    ("file", {}, "file_storage_path"), ("mooncake", {"standalone_storage": True}, "standalone_storage"),
+    ("dynamic", {"class_name": "X"}, "backend_name, module_path"),
+])  # fmt: skip
 def test_what_is_refused_says_why_and_what_to_change(name, config, said, ring, monkeypatch):
     monkeypatch.delenv(module.FOLDER, raising=False)
     assert said in why_not(name, config) and f"DSV4_STORE={name}" in why_not(name, config)
@@ -344,14 +335,11 @@ def test_one_that_lies_does_not_pass(ring, tmp_path, orders, said):
         start_check(lying(ring, tmp_path, orders))
 
 
-@pytest.mark.parametrize(
-    ("method", "answer", "said"),
-    [
-        ("exists", lambda names: [False] * len(names), "is not there"),
-        ("exists", lambda names: [True] * len(names), "is still there"),
-        ("remove", lambda name: False, "could not be removed"),
-    ],
-)
+@pytest.mark.parametrize(("method", "answer", "said"), [
+    ("exists", lambda names: [False] * len(names), "is not there"),
+    ("exists", lambda names: [True] * len(names), "is still there"),
+    ("remove", lambda name: False, "could not be removed"),
+])  # fmt: skip
 def test_one_that_cannot_find_or_remove_does_not_pass(made, monkeypatch, method, answer, said):
     backend = made.make()
     monkeypatch.setattr(backend, method, answer)

@@ -13,17 +13,7 @@ import pytest
 from played_store import KEY, MORE, Played, ask, found, ids, pieces, question
 
 from sglang_dsv4.store.client import Arena, Limits, State, StoreClient
-from sglang_dsv4.store.wire import (
-    CONTROL,
-    HEAD,
-    MAIL,
-    Code,
-    Kind,
-    Spot,
-    unpack_question,
-    unpack_spots,
-    unpack_write,
-)
+from sglang_dsv4.store.wire import CONTROL, HEAD, MAIL, Code, Kind, Spot, unpack_question, unpack_spots, unpack_write
 
 
 def test_first_poll_starts_and_ready_makes_it_up():
@@ -287,12 +277,7 @@ def test_close_drains_and_returns_what_comes():
 def assert_off(played):
     client = played.client
     assert client.state is State.OFF
-    assert (client.write(pieces(1), KEY), ask(played), client.load(1, []), client.close(5.0)) == (
-        None,
-        None,
-        False,
-        [],
-    )
+    assert (client.write(pieces(1), KEY), ask(played), client.load(1, []), client.close(5.0)) == (None, None, False, [])
     lives = len(played.lives)
     assert played.passes(1000.0, 10) == []
     assert len(played.lives) == lives, "started again"

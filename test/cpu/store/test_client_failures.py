@@ -6,14 +6,7 @@ import pytest
 from played_store import KEY, Played, ask, fail, found, pieces, restarts, works
 
 from sglang_dsv4.store.client import GRACE, Limits, State
-from sglang_dsv4.store.wire import (
-    GET,
-    HEAD,
-    MAIL,
-    PUT,
-    Kind,
-    Spot,
-)
+from sglang_dsv4.store.wire import GET, HEAD, MAIL, PUT, Kind, Spot
 
 
 def test_a_hang_is_killed_and_its_units_come_back_behind_the_reap():

@@ -6,14 +6,7 @@ import pytest
 from played_store import KEY, MORE, PAGE, Played, ask, fail, found, opened_for, pieces, restarts, works
 
 from sglang_dsv4.store.client import Limits, State
-from sglang_dsv4.store.wire import (
-    MOST_PIECES,
-    MOST_SPOTS,
-    Code,
-    Kind,
-    Spot,
-    pack,
-)
+from sglang_dsv4.store.wire import MOST_PIECES, MOST_SPOTS, Code, Kind, Spot, pack
 
 
 def test_credits_are_units_that_were_not_copied():

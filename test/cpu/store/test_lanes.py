@@ -146,17 +146,12 @@ def test_codes_grow_a_batch_at_a_time(world):
     assert [len(codes) for codes in [list(c) for c in world.lanes.get(jobs)]] == [BATCH, BATCH + 1]
 
 
-@pytest.mark.parametrize(
-    ("damage", "code"),
-    [
-        (lambda store: store.flip(name(1), 77), Code.WRONG),
-        (lambda store: store.flip(name(1), UNIT + 20), Code.NO_SEAL),
-        (lambda store: store.objects.update({name(1): store.objects[name(0)]}), Code.ANOTHER),
-        (lambda store: store.objects.update({name(1): bytes(len(store.objects[name(1)]))}), Code.NO_SEAL),
-        (lambda store: store.objects.pop(name(1)), Code.MISSING),
-    ],
-    ids=["a flipped bit", "a flipped bit of the seal", "another's value", "zeros", "none"],
-)
+@pytest.mark.parametrize(("damage", "code"), [
+    (lambda store: store.flip(name(1), 77), Code.WRONG), (lambda store: store.flip(name(1), UNIT + 20), Code.NO_SEAL),
+    (lambda store: store.objects.update({name(1): store.objects[name(0)]}), Code.ANOTHER),
+    (lambda store: store.objects.update({name(1): bytes(len(store.objects[name(1)]))}), Code.NO_SEAL),
+    (lambda store: store.objects.pop(name(1)), Code.MISSING),
+], ids=["a flipped bit", "a flipped bit of the seal", "another's value", "zeros", "none"])  # fmt: skip
 def test_damage_is_told_ends_the_load_and_is_replaced(world, damage, code):
     numbers = range(BATCH + 3)
     wanted = store_pages(world, numbers)

@@ -255,19 +255,12 @@ def test_a_question_that_is_late_is_not_waited_for(monkeypatch):
     assert time.monotonic() < begin + 30
 
 
-@pytest.mark.parametrize(
-    ("count", "overlap", "decodes", "took", "may"),
-    [
-        (300, True, None, 0.3, 0.06),
-        (300, True, "here", 0.3, 0.0),
-        (300, True, "elsewhere", 0.3, 0.0),
-        (300, False, None, 0.3, 0.0),
-        (300, True, None, 20.0, plain_store.MOST),
-        (1500, True, "here", 0.3, plain_store.GLANCE),
-        (1500, True, "elsewhere", 0.3, plain_store.GLANCE),
-        (1500, True, None, 0.003, plain_store.GLANCE),
-    ],
-)
+@pytest.mark.parametrize(("count", "overlap", "decodes", "took", "may"), [
+    (300, True, None, 0.3, 0.06), (300, True, "here", 0.3, 0.0), (300, True, "elsewhere", 0.3, 0.0),
+    (300, False, None, 0.3, 0.0), (300, True, None, 20.0, plain_store.MOST),
+    (1500, True, "here", 0.3, plain_store.GLANCE), (1500, True, "elsewhere", 0.3, plain_store.GLANCE),
+    (1500, True, None, 0.003, plain_store.GLANCE),
+])  # fmt: skip
 def test_a_fifth_of_a_long_launch_may_go_by_where_nothing_decodes(monkeypatch, count, overlap, decodes, took, may):
     """It has many layers; each read that ends a moment later would be a launch of its own."""
     monkeypatch.setattr(plain_store, "time", played_time([100.0]))

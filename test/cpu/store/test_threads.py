@@ -13,13 +13,10 @@ from sglang_dsv4.store.threads import Channel, Getter, Packet
 from sglang_dsv4.store.wire import CONTROL, MAIL, Code, Kind, Question, Spot, pack_question, pack_spots, unpack
 
 
-@pytest.mark.parametrize(
-    ("sizes", "at_once", "ends"),
-    [
-        ([64, 48, 32, 48], 4, [3, 2, 4, 1]),  # by turns all would end late
-        ([160, *[16] * 13], 2, [*range(2, 11), 1, *range(11, 15)]),  # one that others pass for ever would never end
-    ],
-)
+@pytest.mark.parametrize(("sizes", "at_once", "ends"), [
+    ([64, 48, 32, 48], 4, [3, 2, 4, 1]),  # by turns all would end late
+    ([160, *[16] * 13], 2, [*range(2, 11), 1, *range(11, 15)]),  # one that others pass for ever would never end
+])  # fmt: skip
 def test_the_load_that_is_due_first_is_read(sizes, at_once, ends):
     """Later ones come when another ends."""
     ended, steps, inbox = [], [], queue.SimpleQueue()

@@ -106,18 +106,12 @@ def swap(path):
     path.write_bytes(file_of(path.parent, PROMPT.name(0)).read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("damage", "code"),
-    [
-        (flip, Code.WRONG),
-        (lambda path: flip(path, UNIT + 50), Code.NO_SEAL),
-        (swap, Code.ANOTHER),
-        (lambda path: os.truncate(path, UNIT // 2), Code.NO_SEAL),
-        (lambda path: (os.truncate(path, UNIT // 2), os.truncate(path, path.stat().st_size * 9)), Code.NO_SEAL),
-        (lambda path: os.truncate(path, 0), Code.NO_SEAL),
-    ],
-    ids=["a bit", "a bit of the seal", "another's", "short", "short and grown", "empty"],
-)
+@pytest.mark.parametrize(("damage", "code"), [
+    (flip, Code.WRONG), (lambda path: flip(path, UNIT + 50), Code.NO_SEAL), (swap, Code.ANOTHER),
+    (lambda path: os.truncate(path, UNIT // 2), Code.NO_SEAL),
+    (lambda path: (os.truncate(path, UNIT // 2), os.truncate(path, path.stat().st_size * 9)), Code.NO_SEAL),
+    (lambda path: os.truncate(path, 0), Code.NO_SEAL),
+], ids=["a bit", "a bit of the seal", "another's", "short", "short and grown", "empty"])  # fmt: skip
 @pytest.mark.parametrize("part", [0, TAIL])
 def test_damage_is_told_and_put_again(start, damage, code, part):
     one = start().ready()

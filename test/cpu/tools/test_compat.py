@@ -54,13 +54,10 @@ def test_a_name_is_an_attribute_a_field_or_assigned_by_a_method(name: str) -> No
     assert compat.lacks(f"{__name__}.Engines", name) == ""
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "reason"),
-    [
-        ("Engines", "called", "Engines has no called"), ("Engines", "inside", "Engines has no inside"),
-        ("Engines", "value.real", ""), ("Gone", "value", "has no attribute 'Gone'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "name", "reason"), [
+    ("Engines", "called", "Engines has no called"), ("Engines", "inside", "Engines has no inside"),
+    ("Engines", "value.real", ""), ("Gone", "value", "has no attribute 'Gone'"),
+])  # fmt: skip
 def test_a_name_that_is_gone_is_told(path: str, name: str, reason: str) -> None:
     said = compat.lacks(f"{__name__}.{path}", name)
     assert reason in said and bool(said) is bool(reason)
