@@ -2,19 +2,17 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import ROOT, run_fresh
 
-from sglang_dsv4.bench import results, transfer
+from sglang_dsv4.bench import results, subject, transfer
 from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
 from sglang_dsv4.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
 # Stands for a benchmark: writes what it is told to, and what it was called with.
 FAKE = """
 import json, pathlib, sys
@@ -107,6 +105,8 @@ def test_a_benchmark_that_fails_has_no_verdict_and_loses_no_earlier_result(fakes
 @pytest.mark.parametrize("model", ["tiny", "v41"])
 def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path, capfd, model):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    limit = subject.link_limit
+    monkeypatch.setattr(subject, "link_limit", lambda device, arena: limit(device, arena[: 1 << 20]))
     argv = ["--device", "cpu", "--model", model, "--tokens", "255", "--count", "1"]
     monkeypatch.setattr(sys, "argv", [transfer.__file__, "--out", str(tmp_path), *argv])  # as python -m does
     transfer.main()
@@ -133,13 +133,12 @@ def test_bounds_of_a_line():
 
 
 @pytest.mark.parametrize("command", [
-    "demo --requests 1 --device cpu", "drill memory", "bench transfer --device cpu -- --count 1",
+    "demo --requests 1 --device cpu", "drill memory", "bench transfer --device cpu -- --count 1 --tokens 255",
 ])  # fmt: skip
 def test_nothing_is_said_of_a_gpu_that_is_not_needed(tmp_path, command):
-    """By the command itself, nor by the process of a benchmark."""
-    words = [sys.executable, "-m", "sglang_dsv4.cli.main", *command.split()]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=300, check=False)
+    """By the command itself, nor by the process of a benchmark, which imports all anew."""
+    words = ["-m", "sglang_dsv4.cli.main", *command.split()]
+    done = run_fresh(words, {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -6,14 +6,13 @@ import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fresh_process import run_fresh
 
 from sglang_dsv4.cli import doctor, doctor_installation, doctor_machine, serve
 from sglang_dsv4.cli.main import main
@@ -23,7 +22,6 @@ from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 LOCKED = "locked memory (ulimit -l)"
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
@@ -57,9 +55,8 @@ def findings(capsys):
 
 def test_a_process_of_its_own_finds_every_hook_landed():
     """Because the command loads them, and not what ran before it."""
-    command = [sys.executable, "-m", "sglang_dsv4.cli.main", "doctor", "--json"]
     environ = {**os.environ, serve.MODELS_VARIABLE: serve.MODELS}
-    done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=300, check=False)
+    done = run_fresh(["-m", "sglang_dsv4.cli.main", "doctor", "--json"], environ)
     assert done.returncode == 0, done.stderr
     checks, version = {check["name"]: check for check in json.loads(done.stdout)["checks"]}, engine_version()
     assert checks["hooks"]["found"] == f"{len(hooks_of(version, 'plain', 'prep'))} landed"

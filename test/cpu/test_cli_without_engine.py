@@ -4,12 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from fresh_process import ROOT, run_fresh
 
 WITHOUT = """
 import sys
@@ -28,18 +25,24 @@ class Without:
         return [] if context.name in GONE else self.finder.find_distributions(context)
 
 sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_distributions") else finder for finder in sys.meta_path]
+for name in [name for name in sys.modules if name.partition(".")[0] in GONE]:
+    del sys.modules[name]
+"""
+COMMAND = """
+import runpy
+runpy.run_module("sglang_dsv4.cli.main", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.fixture(params=["torch triton sglang", "sglang"], ids=["neither", "torch alone"])
 def elsewhere(request, tmp_path):
     """Runs a command in a process where the engine, or torch too, is not installed, and no package for tables."""
-    (tmp_path / "sitecustomize.py").write_text(f"GONE = {[*request.param.split(), 'rich']}\n{WITHOUT}")
+    without = f"GONE = {[*request.param.split(), 'rich']}\n{WITHOUT}"
+    (tmp_path / "sitecustomize.py").write_text(without)  # of the processes that a command starts
 
     def run(*argv):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-        command = [sys.executable, "-m", "sglang_dsv4.cli.main", *argv]
-        return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=120, check=False)
+        return run_fresh(["-c", without + COMMAND, *argv], environ, seconds=120)
 
     run.gone = request.param.split()
     return run

@@ -4,14 +4,13 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import yaml
+from fresh_process import ROOT, run_fresh
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli import doctor_server
@@ -24,7 +23,6 @@ from sglang_dsv4.engine.releases import TESTED
 from sglang_dsv4.settings import PREFIX, TABLE, read_settings
 from sglang_dsv4.testing.standalone import boot
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "deploy"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 PAGE = FOLDER.with_suffix(".md").read_text()
@@ -202,9 +200,7 @@ def test_the_dockerfile_runs_commands_that_succeed_without_a_gpu():
     assert ours and all(words[0] in cli.COMMANDS for words in ours)
     assert all(f"\n{line}\n" in PAGE for line in lines)
     environ = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
-    environ |= {MODELS_VARIABLE: MODELS, "PYTHONPATH": str(ROOT)}
     for words in ours:
-        command = [sys.executable, "-m", "sglang_dsv4.cli.main", *words]
-        done = subprocess.run(command, check=False, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+        done = run_fresh(["-m", "sglang_dsv4.cli.main", *words], environ | {MODELS_VARIABLE: MODELS})
         assert done.returncode == 0, done.stdout + done.stderr
         assert "will keep retracted requests" in done.stdout

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import tables
 import yaml
+from fresh_process import run_fresh
 
 from sglang_dsv4 import errors
 from sglang_dsv4.cli import main as cli
@@ -72,8 +71,9 @@ def test_the_tables_of_settings_and_metrics_are_those_of_the_code():
 
 @functools.cache
 def help_of(*words: str) -> str:
-    command = [sys.executable, *words, "--help"]
-    return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    done = run_fresh([*words, "--help"])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def trouble(line: str) -> str | None:

@@ -4,11 +4,11 @@ import dataclasses
 import json
 import logging
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from fresh_process import run_fresh
 from pool_fixture import make_world
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -161,18 +161,11 @@ def test_another_process_collects_what_two_ranks_wrote(tmp_path):
     """The engine's arrangement: schedulers write to PROMETHEUS_MULTIPROC_DIR, the HTTP server collects from there."""
     path = os.pathsep.join(sys.path)
     environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": path, "DSV4_VERIFY": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(rank)], env=environ, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
     wrote = []
-    for process in ranks:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        wrote.append(json.loads(out.strip().splitlines()[-1]))
+    for rank in range(2):
+        done = run_fresh(["-c", SERVER, str(rank)], environ)
+        assert done.returncode == 0, done.stderr
+        wrote.append(json.loads(done.stdout.splitlines()[-1]))
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))
     for rank, expected in enumerate(wrote):

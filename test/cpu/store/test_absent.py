@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from fresh_process import run_fresh
 
 PROGRAM = """
 import json, os, sys, threading
@@ -40,7 +40,8 @@ first = world.submit(range(1500), max_new=20)
 world.run()
 world.evict(1 << 20, 1 << 20)
 second = world.submit([*first.origin_input_ids, *first.output_ids, 7, 8, 9], max_new=3)
-world.run()
+while not second.finished():  # it may wait for a store that has just come up
+    world.step()
 plain, registry = plain_of(world.allocator), CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(json.dumps({
@@ -64,8 +65,7 @@ def server(folder: Path, **store: str) -> dict[str, Any]:
     """Plays two turns in a process of its own, and returns what was there."""
     environ = {**os.environ, "DSV4_SESSIONS": "auto", "DSV4_HOST_GB": "0.05", **store}
     environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    done = run_fresh(["-c", PROGRAM], environ, seconds=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("from the host") == 1280 and found.pop("series of sessions"), "sessions are kept"
