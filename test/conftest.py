@@ -38,6 +38,9 @@ def pytest_configure(config):
         # Every hook, whatever the settings say; pools are laid out as the setting says when they are built.
         with mock.patch.object(install, "hooks_for", lambda _, version: hooks_of(version, *PARTS)):
             install_hooks()
+        from engine_parser import keep_parser
+
+        keep_parser()
 
 
 def pytest_report_header():
