@@ -1,6 +1,5 @@
 """The engine's own backends behind ours: files on the disk, what is refused, and the check at the start."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -352,33 +351,6 @@ def test_a_folder_that_became_unwritable_does_not_pass(made):
     made.folder.rmdir()
     with pytest.raises(BackendUnfit, match="could not be put"):
         start_check(backend)
-
-
-# NIXL, where it is installed
-
-
-@pytest.fixture
-def nixl(ring, tmp_path, monkeypatch):
-    if importlib.util.find_spec("nixl") is None:
-        pytest.skip("nixl is not installed")
-    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path / "nixl"))
-    config = {"plugin": {"posix": {"active": True}}, "use_direct_io": False, "l3_cleaner_enabled": False}
-    return make_backend("nixl", config, "org/model", ring)
-
-
-def test_nixl_passes_the_check(nixl):
-    start_check(nixl)
-
-
-def test_nixl_a_missing_or_empty_one_spoils_no_other(nixl, ring):
-    assert nixl.put(NAMES, [0, 1, 2], "") == [True] * 3
-    assert nixl.get([NAMES[0], "ef" * 32 + "p", NAMES[2]], [3, 4, 5]) == [Code.OK, Code.MISSING, Code.OK]
-    assert (ring.slot(3) == ring.slot(0)).all() and (ring.slot(5) == ring.slot(2)).all()
-    (key,) = nixl.inner._get_component_keys(NAMES[1:2], nixl.pool)
-    os.truncate(nixl.inner.file_manager.get_file_path(key), 0)
-    assert nixl.exists(NAMES) == [True] * 3
-    assert nixl.get(NAMES, [3, 4, 5]) == [Code.OK, Code.NO_SEAL, Code.OK]
-    assert nixl.remove(NAMES[1]) and nixl.exists(NAMES) == [True, False, True]
 
 
 class PlayedNixl:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import json
 import os
 import struct
 import time
@@ -13,7 +12,7 @@ import pytest
 from played_store import KEY, MORE, Played, ask, found, ids, pieces, question
 
 from sglang_dsv4.store.client import Arena, Limits, State, StoreClient
-from sglang_dsv4.store.wire import CONTROL, HEAD, MAIL, Code, Kind, Spot, unpack_question, unpack_spots, unpack_write
+from sglang_dsv4.store.wire import CONTROL, MAIL, Code, Kind, Spot, unpack_question, unpack_spots, unpack_write
 
 
 def test_first_poll_starts_and_ready_makes_it_up():
@@ -356,7 +355,3 @@ def test_what_cannot_be_killed_keeps_its_units():
     played.life.die()
     assert [event[:2] + event[3:] for event in played.passes(0.1)] == [("failed", ticket, [1, 2])]
     assert_off(played)
-
-
-def test_json_of_the_hello_is_one_packet():
-    assert json.loads(Played().client._packed_hello()[HEAD.size :])["backend"] == "file"
