@@ -190,10 +190,10 @@ def read(monkeypatch):
     """Reads the arguments of a server whose model is not here; returns the verdict, or why the engine refuses."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def run(words, gpu=None, model="deepseek-ai/DeepSeek-V4-Flash"):
+    def run(words, gpu=None, model="deepseek-ai/DeepSeek-V4-Flash", **settings):
         boot()
         try:
-            server = doctor_server.read(["--model-path", model, *words.split()], 8, Settings(), gpu)
+            server = doctor_server.read(["--model-path", model, *words.split()], 8, Settings(**settings), gpu)
         except LaunchError as error:
             return str(error)
         return doctor_server.paragraph(server, 64, 0)
@@ -226,19 +226,9 @@ def test_other_gpus_change_nothing_behind_the_verdict(read):
     assert not serving_hook.is_gfx95_supported() and not get_platform().is_hip
 
 
-def test_page_major_is_refused_for_the_gpu_named(judged_page_major):
-    assert "refuse to start" not in judged_page_major("sm90")
-    assert "a GPU of compute capability (10, 0)" in judged_page_major("sm100")
-
-
-@pytest.fixture
-def judged_page_major():
-    def run(gpu):
-        boot()
-        words = ["--model-path", "V4", *DECODE.split()]
-        return doctor_server.paragraph(doctor_server.read(words, 8, Settings(layout="page-major"), gpu), 64, 0)
-
-    return run
+def test_page_major_is_refused_for_the_gpu_named(read):
+    assert "refuse to start" not in read(DECODE, "sm90", layout="page-major")
+    assert "a GPU of compute capability (10, 0)" in read(DECODE, "sm100", layout="page-major")
 
 
 @pytest.mark.parametrize(("words", "gpu", "reason"), [

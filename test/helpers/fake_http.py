@@ -8,13 +8,15 @@ import json
 import socket
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import prometheus_client
+import pytest
 
+from sglang_dsv4.livetest import servers
 from sglang_dsv4.metrics import Counters, SessionCounters
 
 
@@ -191,3 +193,9 @@ def running(handler: type[Handler]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def play_servers(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> None:
+    """Has ``launch`` start servers, each of which is up at once, and leaves signals as they are."""
+    for name, played in (("launch", launch), ("wait_until_up", lambda *_: None), ("end_when_told", lambda: None)):
+        monkeypatch.setattr(servers, name, played)

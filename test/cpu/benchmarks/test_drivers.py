@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_http import Decode, running
+from fake_http import Decode, play_servers, running
 
 from benchmarks import client, resume, stall, steps
 from sglang_dsv4.livetest import in_server
@@ -52,13 +52,11 @@ def played(tmp_path, monkeypatch):
 
         name = benchmark.__name__.split(".")[-1]
         monkeypatch.setattr(sys, "argv", [name, *words])
-        monkeypatch.setattr(client.servers, "launch", launch)
+        play_servers(monkeypatch, launch)
         with running(handler) as url:
             status = benchmark.main()
         return status, json.loads((tmp_path / f"{name}.json").read_text())
 
-    monkeypatch.setattr(client.servers, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(client.servers, "end_when_told", lambda: None)
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
     monkeypatch.setattr(client, "KEEPER", 3)
     return run, started
@@ -202,10 +200,8 @@ def test_steps_run_to_their_end(gain, missed, tmp_path, monkeypatch):
     words += ["--prompt", "3", "9", "--logs", str(tmp_path), "--out", str(tmp_path), "--", "--tp", "1"]
     monkeypatch.setattr(sys, "argv", ["steps", *words])
     monkeypatch.setattr(Stepping, "gain", gain)
-    monkeypatch.setattr(steps.servers, "launch", launch)
-    monkeypatch.setattr(steps.servers, "wait_until_up", lambda *_: None)
+    play_servers(monkeypatch, launch)
     monkeypatch.setattr(steps.servers, "stop_all", lambda *_, patience: {})
-    monkeypatch.setattr(steps.servers, "end_when_told", lambda: None)
     with running(Stepping) as url:
         assert steps.main() == int(bool(missed))
     bounds = json.loads((tmp_path / "steps-eager.json").read_text())["bounds"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from fake_http import COPIED, Plain, running
+from fake_http import COPIED, Plain, play_servers, running
 
 from benchmarks.exam import ask, export, problems, recipe
 from sglang_dsv4.command_line import to_its_end
@@ -90,10 +90,8 @@ def asked(folder, tmp_path, monkeypatch):
                 url = under_test if environment.get("DSV4_VERIFY") else pupil
                 return SimpleNamespace(role=f"{role}{apart}", url=url, log=log, alive=True, stop=lambda: None)
 
-            monkeypatch.setattr(runs.servers, "launch", launch)
-            monkeypatch.setattr(runs.servers, "wait_until_up", lambda *_: None)
+            play_servers(monkeypatch, launch)
             monkeypatch.setattr(runs.servers, "stop_all", lambda _: {})
-            monkeypatch.setattr(ask.servers, "end_when_told", lambda: None)
             monkeypatch.setattr(runs, "warm_up", lambda *_: None)
             monkeypatch.setattr(runs.time, "sleep", lambda _: None)
             given = [

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from fake_http import Plain, running, series
+from fake_http import Plain, play_servers, running, series
 from PIL import Image
 
 from benchmarks import plain_pressure, scenes
@@ -159,10 +159,8 @@ def run(tmp_path, monkeypatch):
         bounds = json.loads((tmp_path / "sessions-scenes.json").read_text())["bounds"]
         return status, [bound["name"] for bound in bounds if not bound["ok"]], started
 
-    monkeypatch.setattr(plain_pressure.servers, "launch", launch)
-    monkeypatch.setattr(plain_pressure.servers, "wait_until_up", lambda *_: None)
+    play_servers(monkeypatch, launch)
     monkeypatch.setattr(plain_pressure, "warm_up", lambda *_: None)
-    monkeypatch.setattr(scenes.servers, "end_when_told", lambda: None)
     monkeypatch.setattr(scenes, "SETTLES", 0)
     monkeypatch.setattr(scenes, "PAUSE", 0)
     monkeypatch.setattr(scenes, "OTHERS", OTHERS)

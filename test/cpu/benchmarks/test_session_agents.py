@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from fake_http import Plain, running, series
+from fake_http import Plain, play_servers, running, series
 
 from benchmarks import session_agents as agents
 from benchmarks.session_agents import HICACHE, RESIDENT, SESSIONS, STOCK
@@ -103,9 +103,7 @@ def run(tmp_path, monkeypatch):
         found = json.loads((tmp_path / "sessions-agents.json").read_text())
         return status, [b["name"] for b in found["bounds"] if not b["ok"]], found["rows"], started
 
-    monkeypatch.setattr(agents.servers, "launch", launch)
-    monkeypatch.setattr(agents.servers, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(agents.servers, "end_when_told", lambda: None)
+    play_servers(monkeypatch, launch)
     monkeypatch.setattr(agents, "warm_up", lambda *_: None)
     monkeypatch.setattr(agents, "LONG", 1024)
     monkeypatch.setattr(agents, "FIRST_TOKEN", 0.9)  # of played servers on a busy machine

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from fake_http import Plain, running, series
+from fake_http import Plain, play_servers, running, series
 
 from benchmarks import session_costs as costs
 from benchmarks.session_costs import ALL, OFF, SESSIONS
@@ -105,9 +105,7 @@ def run(tmp_path, monkeypatch):
         found = json.loads((tmp_path / f"sessions-{scene}.json").read_text())
         return status, [b["name"] for b in found["bounds"] if not b["ok"]], found["rows"], started, awake
 
-    monkeypatch.setattr(costs.servers, "launch", launch)
-    monkeypatch.setattr(costs.servers, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(costs.servers, "end_when_told", lambda: None)
+    play_servers(monkeypatch, launch)
     monkeypatch.setattr(costs, "warm_up", lambda *_: None)
     monkeypatch.setattr(costs, "AFTER", 0.05)
     monkeypatch.setattr(costs, "SETTLED", 3)

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import psutil
 import pytest
-from fake_http import Plain, running
+from fake_http import Plain, play_servers, running
 from PIL import Image
 
 from benchmarks import scenes, store_costs, store_life, store_servers
@@ -159,10 +159,7 @@ def run(tmp_path, monkeypatch):
         found = json.loads((tmp_path / f"store-{scene}.json").read_text())
         return status, [b["name"] for b in found["bounds"] if not b["ok"]], found["rows"], started
 
-    for module in (store_servers, store_costs, store_life):
-        monkeypatch.setattr(module.servers, "launch", launch)
-        monkeypatch.setattr(module.servers, "wait_until_up", lambda *_: None)
-        monkeypatch.setattr(module.servers, "end_when_told", lambda: None)
+    play_servers(monkeypatch, launch)
     monkeypatch.setattr(store_servers, "warm_up", lambda *_: None)
     monkeypatch.setattr(store_servers, "QUIET", 0.02)
     monkeypatch.setattr(store_life, "LONG", 1024)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_http import Handler, Plain, running
+from fake_http import Handler, Plain, play_servers, running
 
 from benchmarks import store_pair, store_servers
 from benchmarks.store_servers import OURS
@@ -63,9 +63,7 @@ def run(tmp_path, monkeypatch):
             url = stack.enter_context(running(type("Up", (Prefill if role == "prefill" else Answers,), state)))
             return SimpleNamespace(url=url, log=log, stop=int, suspend=int, awake=contextlib.nullcontext)
 
-        monkeypatch.setattr(store_pair.servers, "launch", launch)
-        monkeypatch.setattr(store_pair.servers, "wait_until_up", lambda *_: None)
-        monkeypatch.setattr(store_pair.servers, "end_when_told", lambda: None)
+        play_servers(monkeypatch, launch)
         monkeypatch.setattr(store_servers, "QUIET", 0.02)
         status = store_pair.main([
             "--config", str(CONFIG), "--experts", "2", "--logs", str(tmp_path), "--out", str(tmp_path),
