@@ -34,16 +34,13 @@ RATIO, RATIO_JUDGE, ENTRY, LINE, JUDGE = re.findall(r"```python\n(.*?)```", PAGE
 TOKENS = (1, 130, 257, 383, 515)
 V41 = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
 LAYOUTS = {
-    "V4": {"ratios": (0, 4, 128)},
-    "no layer of ratio 4": {"ratios": (0, 128)},
-    "no layer of ratio 128": {"ratios": (0, 4)},
-    "no compressed layer": {"ratios": (0, 0)},
-    "a stage without ratio 4": {"ratios": (0, 4, 128), "stage": (2, 3)},
-    "V4.1": V41,
+    "V4": {"ratios": (0, 4, 128)}, "no layer of ratio 4": {"ratios": (0, 128)},
+    "no layer of ratio 128": {"ratios": (0, 4)}, "no compressed layer": {"ratios": (0, 0)},
+    "a stage without ratio 4": {"ratios": (0, 4, 128), "stage": (2, 3)}, "V4.1": V41,
     "drafts": {"ratios": (0, 4, 128), "draft_tokens": 4, "draft": 127},
     "DSpark": {"ratios": (0, 4, 128), "draft_tokens": 8, "draft": 128},
     "page-major": {"ratios": (0, 0, 4, 128, 4, 128, 4)},
-}
+}  # fmt: skip
 
 
 def sketch(g: Geometry) -> Family:

@@ -73,14 +73,8 @@ def test_the_first_figure_tells_each_kind_of_outcome(made):
 
 def test_a_stress_is_told_by_its_kinds_of_outcome_too(made):
     counted = {
-        "asked": 120,
-        "whole": 118,
-        "refused": 2,
-        "saves": 67,
-        "loads": 67,
-        "verified": 66,
-        "engine_retracts": 102,
-    }
+        "asked": 120, "whole": 118, "refused": 2, "saves": 67, "loads": 67, "verified": 66, "engine_retracts": 102,
+    }  # fmt: skip
     row = {**counted, "fallbacks": {"HostMemoryExhausted": 35}, "stall_p50_ms": 12.8}
     means = ({"run": f"score of {name}", "mean": mean} for name, mean in (("control", -1), ("retracts", -2)))
     made("small-arena-stress", row, *means, {"run": "score of swa_kv zeroed", "mean": -9})

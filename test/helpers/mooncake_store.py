@@ -26,21 +26,17 @@ PATIENCE = 20.0  # seconds for a start: it takes 0.2 on an idle machine
 
 # A client gives up after seconds, not after the 30 and 60 that are Mooncake's own.
 SHORT_TIMEOUTS = {
-    "MC_RPC_TIMEOUT_MS": "1000",
-    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+    "MC_RPC_TIMEOUT_MS": "1000", "MC_RPC_CONNECT_TIMEOUT_MS": "500", "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
-}
+}  # fmt: skip
 
 # An owner writes to its disk every 10 s, and whole buckets only, of 500 objects or 256 MB, by Mooncake's own limits.
 DISK = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
 SINGLE_BUCKETS = {
-    "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
-    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "1",
+    "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend", "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "1",
     "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(32 << 20),
-    "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(64 << 20),
-    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
-}
+    "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(64 << 20), "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+}  # fmt: skip
 NO_ENV: Mapping[str, str] = {}
 
 
@@ -83,12 +79,9 @@ class Service:
         flags = [f"--{name}={value}" for name, value in self._flags().items()]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", path, "--logtostderr", *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self._env},
-            )
+                ["setpriv", "--pdeathsig", "KILL", path, "--logtostderr", *flags], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, env={**os.environ, **self._env},
+            )  # fmt: skip
 
     def kill(self) -> None:
         """Kills the process, also one that is stopped."""
@@ -132,25 +125,18 @@ class Mooncake:
 
     def _of_owner(self) -> dict[str, object]:
         return {
-            "host": HOST,
-            "port": free_port(),
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"{HOST}:{self.port}",
-            "protocol": "tcp",
-            "global_segment_size": self._segment,
+            "host": HOST, "port": free_port(), "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": f"{HOST}:{self.port}", "protocol": "tcp", "global_segment_size": self._segment,
             **self._disk,
-        }
+        }  # fmt: skip
 
     @property
     def config(self) -> dict[str, object]:
         """Returns the config of a server that gives no memory of its own."""
         return {
-            "master_server_address": f"{HOST}:{self.port}",
-            "metadata_server": "P2PHANDSHAKE",
-            "local_hostname": HOST,
-            "protocol": "tcp",
-            "global_segment_size": 0,
-        }
+            "master_server_address": f"{HOST}:{self.port}", "metadata_server": "P2PHANDSHAKE", "local_hostname": HOST,
+            "protocol": "tcp", "global_segment_size": 0,
+        }  # fmt: skip
 
     def start_master(self) -> None:
         self.master.start(lambda: self._segments() is not None)

@@ -95,17 +95,9 @@ def asked(folder, tmp_path, monkeypatch):
             monkeypatch.setattr(runs, "warm_up", lambda *_: None)
             monkeypatch.setattr(runs.time, "sleep", lambda _: None)
             given = [
-                "--model-path",
-                str(folder),
-                "--zero",
-                *FAMILIES,
-                "--score",
-                "16",
-                "--at-least",
-                "60",
-                "--concurrency",
+                "--model-path", str(folder), "--zero", *FAMILIES, "--score", "16", "--at-least", "60", "--concurrency",
                 "4",
-            ]
+            ]  # fmt: skip
             monkeypatch.setattr(
                 ask.sys, "argv", ["ask", *given, "--out", str(tmp_path), "--logs", str(tmp_path), *words]
             )

@@ -14,13 +14,9 @@ def test_three_ranks_move_one_copy(tmp_path: Path) -> None:
     """Its figures mean nothing here; what it compares and counts does."""
     command = "benchmarks.node_transfer --devices cpu,cpu,cpu --layers tiny --tokens 600 --times 1 --out"
     run = subprocess.run(
-        [sys.executable, "-m", *command.split(), str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-m", *command.split(), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300,
         check=False,
-    )
+    )  # fmt: skip
     assert (tmp_path / "node-transfer.json").exists(), run.stderr[-2000:]
     result = json.loads((tmp_path / "node-transfer.json").read_text())
     bounds = {bound["name"]: bound for bound in result["bounds"]}
