@@ -142,6 +142,9 @@ def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
     }
     if args.speculative_draft_model_path:
         parts["draft"] = _model(settings, args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    own = [args.speculative_draft_load_format, args.speculative_draft_model_quantization]
+    if any(own):  # else the draft is loaded as the model is
+        parts["load of the draft"] = own
     # The tree tells adapters that the server starts with by name and path, behind which there may be another one.
     # The record of arguments has them as words.
     parts["adapters"] = [

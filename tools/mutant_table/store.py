@@ -36,6 +36,8 @@ MUTANTS = (
          "[args.load_format, args.quantization]"),
         ("draft-models-share", '        parts["draft"] = _model(settings, args.speculative_draft_model_path, ',
          '        parts["draft"] = bool(args.speculative_draft_model_path) or ('),
+        ("load-formats-of-a-draft-share", "own = [args.speculative_draft_load_format, ", "own = ["),
+        ("quantizations-of-a-draft-share", "load_format, args.speculative_draft_model_quantization]", "load_format]"),
         ("adapters-are-in-no-identity", '    parts["adapters"] = [\n', '    _ = [\n'),
         ("adapters-told-by-name-alone",
          'identity.model_digest(identity.folder_of(one.lora_path, None), "adapter_config.json")]', "]"),

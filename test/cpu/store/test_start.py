@@ -202,7 +202,8 @@ class Server:
         self.args = SimpleNamespace(
             model_path=str(folder / "model"), revision=None, json_model_override_args="{}", load_format="auto",
             quantization=None, dtype="auto", speculative_draft_model_path=str(folder / "draft"),
-            speculative_draft_model_revision=None,
+            speculative_draft_model_revision=None, speculative_draft_load_format=None,
+            speculative_draft_model_quantization=None,
         )  # fmt: skip
         self.geometry, self.dtype, self.version = Geometry(RATIOS), torch.float8_e4m3fn, "0.5.23"
         self.settings, self.adapters = Settings(), [self.adapter()]
@@ -244,6 +245,8 @@ PARTS: dict[str, Callable[[Server], None]] = {
     "no draft": lambda one: one.set(speculative_draft_model_path=None),
     "draft": lambda one: one.write("draft/weights.safetensors", "drift" * 1000),
     "draft's configuration": lambda one: one.write("draft/config.json", '{"a": 1}'),
+    "draft's load format": lambda one: one.set(speculative_draft_load_format="dummy"),
+    "draft's quantization": lambda one: one.set(speculative_draft_model_quantization="unquant"),
     "no adapter": lambda one: differ(one, adapters=[]),
     "two adapters": lambda one: differ(one, adapters=[one.adapter(), one.adapter("two")]),
     "adapter of the same name": lambda one: one.write("adapter/weights.safetensors", "adopter" * 1000),
