@@ -39,6 +39,7 @@ from sglang_dsv4.store.work import Patience
 START = 60.0  # seconds that a server's start waits for the store's process, which imports the engine
 BASE, PER_KI_TOKEN = 0.1, 0.03  # seconds: half of a prefill of Flash on an H100
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
+LOOPBACK = ("127.", "localhost:", "[::1]")
 COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ def config_of(settings: Settings) -> dict[str, Any]:
     needed = ("xxhash", "blake3") if settings.store_secret else ("xxhash",)
     if missing := [name for name in needed if find_spec(name) is None]:
         raise SettingError(f"DSV4_STORE needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if settings.store.backend == "mooncake" and not settings.store_secret:
+        master = str(config.get("master_server_address") or os.environ.get("MOONCAKE_MASTER", "Mooncake's master"))
+        if not master.startswith(LOOPBACK):
+            logger.warning(
+                "store: who reaches %s may read and write the cache of prompts: use a private network", master
+            )
     path = folder_of(config)
     if settings.store.backend == "file" and path is not None:
         try:

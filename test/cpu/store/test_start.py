@@ -87,6 +87,20 @@ def test_the_folder_of_the_engine_s_variable_is_looked_at(tmp_path, monkeypatch,
     assert "others may read or write" in caplog.text
 
 
+def test_a_master_that_others_reach_is_told_unless_there_is_a_secret(monkeypatch, caplog) -> None:
+    for address in ("127.0.0.1:50051", "localhost:50051", "[::1]:50051"):
+        store_start.config_of(settings("mooncake", master_server_address=address))
+    monkeypatch.setenv("MOONCAKE_MASTER", "10.0.0.2:50051")
+    store_start.config_of(replace(settings("mooncake"), store_secret=b"a secret of some bytes"))
+    assert not caplog.records
+    store_start.config_of(settings("mooncake", master_server_address="10.0.0.1:50051"))
+    store_start.config_of(settings("mooncake"))
+    monkeypatch.delenv("MOONCAKE_MASTER")
+    store_start.config_of(settings("mooncake"))  # the engine's file may name it
+    assert [record.args[0] for record in caplog.records] == ["10.0.0.1:50051", "10.0.0.2:50051", "Mooncake's master"]
+    assert "who reaches 10.0.0.1:50051 may read and write the cache of prompts" in caplog.messages[0]
+
+
 def test_a_start_that_failed_says_why(caplog, monkeypatch) -> None:
     """An import that fails closes the socket some milliseconds before its process has a status."""
     played = Played()
