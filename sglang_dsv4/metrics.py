@@ -251,11 +251,16 @@ class StoreCounters(Counts):
         known=(*(("put", outcome) for outcome in PUTS), *(("get", outcome) for outcome in GETS)),
     )  # fmt: skip
     nbytes: Counter[str] = counter("store_bytes_total", "Bytes that were put and got.", "op", known=("put", "get"))
+    seconds: Counter[str] = counter(
+        "store_seconds_total", "Seconds of the calls that put, and of those that ask and get.", "op",
+        known=("put", "get"),
+    )  # fmt: skip
     asks: Counter[str] = counter(
         "store_asks_total", "Prompts asked for: found in time, too late, without room here, not there, or failed.",
         "outcome", known=("hit", "late", "room", "miss", "failed"),
     )  # fmt: skip
     tokens: int = counter("store_tokens_total", "Tokens whose cache was read from a store.")
+    waiting: int = gauge("store_waiting_points", "Points that wait to be written.")
     is_open: int = gauge("store_open", "1 while nothing is sent to a store, because its answers failed.")
     is_up: int = gauge("store_up", "1 while the process of a store works.")
 

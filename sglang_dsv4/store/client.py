@@ -26,8 +26,11 @@ from typing_extensions import Buffer
 from sglang_dsv4.store.process import SharedMemory, StoreProcess, launch
 from sglang_dsv4.store.tickets import LIMITS, Event, Limits, Stage, Ticket, Tickets
 from sglang_dsv4.store.wire import (
+    GET,
     MAIL,
     MOST_BYTES,
+    PUT,
+    SPENT,
     Kind,
     Piece,
     Question,
@@ -98,6 +101,7 @@ class StoreClient:
         }  # fmt: skip
         if len(self._packed_hello()) > MOST_BYTES:
             raise ValueError(f"the store's config is longer than {MOST_BYTES} bytes")
+        self._spent = {PUT: 0, GET: 0}  # nanoseconds of processes that ended
         self._process: StoreProcess | None = None
         self._said = self._verdict = ""  # the last trouble that this process told; why it was killed
         self._seen = 0  # packets of the process that were taken
@@ -114,6 +118,10 @@ class StoreClient:
     def breaker_open(self) -> bool:
         """Whether nothing is sent, because answers failed."""
         return self._tickets.breaker.refuses(self._clock())
+
+    def seconds(self, lane: int) -> float:
+        """Returns how long the backend's calls of PUT or GET took until now."""
+        return (self._spent[lane] + self._words[(lane + SPENT) // 8]) / 1e9
 
     def poll(self) -> Sequence[Event]:
         """Returns what happened. Called once a pass: reads one word and the clock when nothing did."""
@@ -294,6 +302,8 @@ class StoreClient:
             self._back_off(now)
 
     def _start(self, now: float) -> None:
+        for lane in self._spent:
+            self._spent[lane] += self._words[(lane + SPENT) // 8]
         for word in range(len(self._words)):
             self._words[word] = 0
         self._seen, self._said, self._verdict, self._tickets.worked, self._end_by = 0, "", "", False, inf

@@ -6,6 +6,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -56,10 +57,15 @@ class Channel:
         self.sock = sock
         self._words = shared[: wire.CONTROL].view(np.int64)
         self._lock = threading.Lock()
+        self._begun: dict[int, int] = {}  # calls, by lane
 
     def beat(self, lane: int) -> None:
-        """Counts a step of PUT or GET, each of one thread."""
-        self._words[lane // 8] += 1
+        """Counts a step of PUT or GET, each of one thread: a call begins, or ends and its nanoseconds count."""
+        now, word = time.monotonic_ns(), lane // 8
+        self._words[word] += 1
+        self._words[word + wire.SPENT // 8] += now - self._begun.pop(lane, now)
+        if self._words[word] % 2:
+            self._begun[lane] = now
 
     def send(self, kind: Kind, ticket: int = 0, count: int = 0, body: bytes = b"", wait: bool = True) -> None:
         """Sends one message. Without ``wait`` it is lost where the scheduler does not read."""

@@ -27,7 +27,7 @@ from sglang_dsv4.sessions.trie import Page, Point
 from sglang_dsv4.store.client import State, StoreClient
 from sglang_dsv4.store.keys import Keys
 from sglang_dsv4.store.told import NUMBERS, Told, What
-from sglang_dsv4.store.wire import PAGE, WRONG, Code, Piece, Question, Spot
+from sglang_dsv4.store.wire import GET, PAGE, PUT, WRONG, Code, Piece, Question, Spot
 from sglang_dsv4.store.work import Ask, Patience, Write
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,10 @@ class Tier:
         self._borrow_slices()
         if self._client is not None:
             self._send_writes(self._client)
+            for op, lane in (("put", PUT), ("get", GET)):
+                if (more := self._client.seconds(lane) - self.counters.seconds[op]) > 0:
+                    self.counters.add("seconds", more, op)
+        self.counters.set("waiting", len(self._final))
 
     def _listen(self, spare: float, until: float, since: float | None = None) -> None:
         """Takes what the client says, and may wait for answers; with ``since``, for reads that began then or later."""

@@ -77,7 +77,8 @@ def test_without_the_client_there_is_one_warning_and_the_server_starts(monkeypat
 def test_the_first_event_of_each_kind_is_seen():
     """A rate() of a series that appears with its first event is 0: an alert on a fault would never fire."""
     registry = CollectorRegistry()
-    for kind in (metrics.Counters, metrics.SessionCounters, metrics.PrepCounts):
+    kinds = metrics.Counters, metrics.SessionCounters, metrics.StoreCounters, metrics.PrepCounts
+    for kind in kinds:
         kind().export({"tp_rank": "0"}, registry)
     found = {
         (sample.name, *(value for label, value in sample.labels.items() if label != "tp_rank")): sample.value
@@ -90,8 +91,7 @@ def test_the_first_event_of_each_kind_is_seen():
         assert ("sglang_dsv4_session_hints_total", kind, "taken") in found
         assert ("sglang_dsv4_session_hints_total", kind, "bad") in found
     names = {name for name, *_ in found}
-    series = [each.metadata["series"] for kind in (metrics.Counters, metrics.SessionCounters, metrics.PrepCounts)
-              for each in dataclasses.fields(kind) if each.metadata]  # fmt: skip
+    series = [each.metadata["series"] for kind in kinds for each in dataclasses.fields(kind) if each.metadata]
     assert names == {f"sglang_dsv4_{name}" for name in series}, "a labelled series without a child shows nothing"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 from sglang_dsv4.store.client import Event, State
@@ -40,7 +40,7 @@ class MemoryClient:
         self.at_once, self.trouble, self.secret = at_once, trouble, secret
         self.state, self.breaker_open, self.last_error = State.UP, False, ""
         self.open, self.numbers, self.hangs, self.ended = {}, 0, False, True
-        self.events = deque()
+        self.events, self.seconds = deque(), Counter().__getitem__
 
     def poll(self):
         if self.hangs:

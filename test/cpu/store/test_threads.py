@@ -9,8 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sglang_dsv4.store import threads
 from sglang_dsv4.store.threads import Channel, Getter, Packet
-from sglang_dsv4.store.wire import CONTROL, MAIL, Code, Kind, Question, Spot, pack_question, pack_spots, unpack
+from sglang_dsv4.store.wire import (
+    CONTROL,
+    GET,
+    MAIL,
+    PUT,
+    SPENT,
+    Code,
+    Kind,
+    Question,
+    Spot,
+    pack_question,
+    pack_spots,
+    unpack,
+)
 
 
 @pytest.mark.parametrize(("sizes", "at_once", "ends"), [
@@ -67,6 +81,15 @@ def test_what_is_in_doubt_is_read_when_no_load_waits():
     getter.run()
     end.cancel()
     assert done == [1, (5, [Code.OK] * 2), 2, 3]
+
+
+def test_the_time_of_calls_counts_by_lane(monkeypatch):
+    shared, calls = np.zeros(CONTROL, np.uint8), [(1, GET), (2, PUT), (5, GET), (9, GET), (10, PUT), (12, GET)]
+    channel, clock = Channel(None, shared), iter(now for now, _ in calls)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
+    for _, lane in calls:
+        channel.beat(lane)
+    assert [shared.view(np.int64)[at // 8] for at in (GET, GET + SPENT, PUT, PUT + SPENT)] == [4, 4 + 3, 2, 8]
 
 
 def test_trouble_with_a_folder_whose_name_is_no_utf_8_is_told():

@@ -9,6 +9,7 @@ from test_tier import Life, stored
 from sglang_dsv4.engine.plain.serving import PlainServing
 from sglang_dsv4.store import tier as tier_module
 from sglang_dsv4.store.tickets import LIMITS
+from sglang_dsv4.store.wire import GET, PUT
 
 
 def read_again(store: MemoryStore, pages: int) -> int:
@@ -36,6 +37,19 @@ def test_a_slice_that_was_refused_comes_again_though_later_ones_were_stored(monk
         life.finish(1, pages)
         life.passes(6)
     assert read_again(store, 12) == 12
+
+
+def test_what_waits_and_the_seconds_of_calls_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(MemoryStore())
+    counters = life.tier.counters
+    monkeypatch.setattr(life.tier, "_borrow_slices", lambda: None)
+    for number in (1, 2, 3):
+        life.finish(number, 9)
+    for spent in (0.1, 0.3, 0.3):
+        life.client.seconds = {PUT: spent, GET: 0.0}.__getitem__
+        life.passes(1)
+        assert counters.seconds == {"put": pytest.approx(spent)}
+    assert counters.waiting == 3
 
 
 def test_what_one_turn_adds_is_a_group_whatever_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
