@@ -17,6 +17,7 @@ from sglang_dsv4.cli import main as cli
 from sglang_dsv4.metrics import FALLBACKS
 from sglang_dsv4.sessions.hints import hints_of
 from sglang_dsv4.settings import TABLE
+from tools.mutant_table import MUTANTS
 
 ROOT, DOCS = tables.ROOT, tables.DOCS
 BOOK = sorted({*DOCS.glob("*.md"), *DOCS.glob("results/live.md")})
@@ -62,6 +63,17 @@ def test_paths_in_code_quotes_exist(page):
     """They are below the package, or begin with another folder of the repository."""
     quoted = re.findall(r"`([\w./-]+/[\w.-]*)`", page.read_text())
     assert {path for path in quoted if not ((ROOT / path).exists() or (ROOT / "sglang_dsv4" / path).exists())} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_and_seeded_fault_that_is_named_exists(page):
+    text = page.read_text()
+    for path, name in re.findall(r"`(test/[\w/]+\.py)::(\w+)`", text):
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+    if page.name == "store-traps.md":
+        last = "".join(re.findall(r"^\| \d.*(\|.*)\|$", text, re.MULTILINE))
+        faults = set(re.findall(r"`([\w-]+)`", last))
+        assert len(faults) > 30 and faults <= {mutant.id for mutant in MUTANTS}
 
 
 def test_the_tables_of_settings_and_metrics_are_those_of_the_code():

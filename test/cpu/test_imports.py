@@ -37,6 +37,12 @@ def edges() -> list[tuple[str, str]]:
     return [(name, other) for name, path in MODULES.items() for other in imported(path) if other in MODULES]
 
 
+def test_a_retract_knows_no_store() -> None:
+    """It would wait for it. What a store has are sessions and answers; a copy is in host memory."""
+    known = [edge for edge in edges() if edge[0].startswith("sglang_dsv4.engine.retract.")]
+    assert known and not [edge for edge in known if edge[1].startswith("sglang_dsv4.store")]
+
+
 @pytest.mark.parametrize("parts", [2, 9])
 def test_no_circle(parts: int) -> None:
     """parts: of a module's name; with two of them, of rooms."""

@@ -105,6 +105,8 @@ class Life:
         self.memory.check_integrity()
         held = [unit for lease in self.memory._leases.values() for unit in lease.units]
         assert not Counter(self.tier.units()) - Counter(held), "nothing keeps them from others"
+        work = () if self.client is None else self.client.open.values()
+        assert {unit for one in work for unit in one.units[one.back :]} <= {*held}, "the store's process has them still"
         assert self.memory.pool.held + self.memory.pool.available == self.memory.pool.total
 
 

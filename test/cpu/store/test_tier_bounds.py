@@ -39,6 +39,17 @@ def test_a_slice_that_was_refused_comes_again_though_later_ones_were_stored(monk
     assert read_again(store, 12) == 12
 
 
+def test_a_window_is_written_behind_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last unit is what is asked for: it tells that the rest is there."""
+    monkeypatch.setattr(tier_module, "SLICE", 4)
+    life, parts = Life(MemoryStore()), []
+    real = life.client.write
+    life.client.write = lambda pieces, group: parts.extend(one.part for one in pieces) or real(pieces, group)
+    life.finish(1, 9)
+    life.passes(6)
+    assert parts == [*[0] * 9, *range(1, 1 + life.sessions.kept.in_tail)]
+
+
 def test_what_waits_and_the_seconds_of_calls_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(MemoryStore())
     counters = life.tier.counters
