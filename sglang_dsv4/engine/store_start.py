@@ -5,9 +5,13 @@ Imported only where there is one: a server without a store has nothing of it.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import json
 import logging
 import os
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +43,7 @@ from sglang_dsv4.store.work import Patience
 START = 60.0  # seconds that a server's start waits for the store's process, which imports the engine
 BASE, PER_KI_TOKEN = 0.1, 0.03  # seconds: half of a prefill of Flash on an H100
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-LOOPBACK = ("127.", "localhost:", "[::1]")
+MASTER, MASTERS_FILE = "MOONCAKE_MASTER", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"  # as the engine's class reads them
 COMMAND: tuple[str, ...] | None = None  # of the process; None: the worker's
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,7 @@ def join_store(
     keys = Keys(sessions.trie, _identity(settings, pool, scheduler), settings.store_secret or None)
     client = None
     if host.memory.rank == 0:
+        tell_of_others(settings, config)
         client = _client(settings, config, sessions, host.memory)
         _wait_until_up(client)
     together = host.true_on_every_rank
@@ -77,6 +82,35 @@ def join_store(
     if host.counters.series:
         tier.counters.export(ranks_of(scheduler.metrics_collector))
     return tier
+
+
+def tell_of_others(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Warns of a folder that others may enter, and of a master that more than a private network reaches."""
+    path = folder_of(config)
+    if settings.store.backend == "file" and path is not None and Path(path).stat().st_mode & OTHERS:
+        logger.warning("store: others may read or write %s, and with it the cache of prompts: chmod 700", path)
+    if settings.store.backend == "mooncake" and (master := _master(config)) and not _is_private(master):
+        logger.warning("store: who reaches %s may read or write the cache of prompts: use a private network", master)
+
+
+def _master(config: Mapping[str, Any]) -> str:
+    """Returns the address of Mooncake's master: the configuration's, else the engine's file's, else its variable's."""
+    named, file = config.get("master_server_address"), os.environ.get(MASTERS_FILE)
+    if not named and file:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # of which the backend says more
+            named = json.loads(Path(file).read_text()).get("master_server_address")
+    elif not named:
+        named = os.environ.get(MASTER)
+    return str(named or "")
+
+
+def _is_private(address: str) -> bool:
+    """Returns whether all that ``address``, HOST:PORT, leads to is private; of a name that nobody knows, True."""
+    host = address.rpartition(":")[0] or address
+    with contextlib.suppress(OSError, ValueError):
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(one[4][0]).is_private for one in found)
+    return True
 
 
 def _patience(config: dict[str, Any]) -> Patience:
@@ -103,12 +137,6 @@ def config_of(settings: Settings) -> dict[str, Any]:
     needed = ("xxhash", "blake3") if settings.store_secret else ("xxhash",)
     if missing := [name for name in needed if find_spec(name) is None]:
         raise SettingError(f"DSV4_STORE needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    if settings.store.backend == "mooncake" and not settings.store_secret:
-        master = str(config.get("master_server_address") or os.environ.get("MOONCAKE_MASTER", "Mooncake's master"))
-        if not master.startswith(LOOPBACK):
-            logger.warning(
-                "store: who reaches %s may read and write the cache of prompts: use a private network", master
-            )
     path = folder_of(config)
     if settings.store.backend == "file" and path is not None:
         try:
@@ -117,8 +145,6 @@ def config_of(settings: Settings) -> dict[str, Any]:
             raise SettingError(f"DSV4_STORE: the folder {path} cannot be made: {error}") from error
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise SettingError(f"DSV4_STORE: the folder {path} cannot be written by this user")
-        if Path(path).stat().st_mode & OTHERS:
-            logger.warning("store: others may read or write %s, and with it the cache of prompts: chmod 700", path)
         if folder:  # else a disk that is full keeps its oldest sessions, and takes no new one
             config.setdefault("min_free_space", str(least_free(path)))
     return config

@@ -26,6 +26,7 @@ from typing_extensions import Buffer
 from sglang_dsv4.store.process import SharedMemory, StoreProcess, launch
 from sglang_dsv4.store.tickets import LIMITS, Event, Limits, Stage, Ticket, Tickets
 from sglang_dsv4.store.wire import (
+    BEGUN,
     GET,
     MAIL,
     MOST_BYTES,
@@ -101,7 +102,7 @@ class StoreClient:
         }  # fmt: skip
         if len(self._packed_hello()) > MOST_BYTES:
             raise ValueError(f"the store's config is longer than {MOST_BYTES} bytes")
-        self._spent = {PUT: 0, GET: 0}  # nanoseconds of processes that ended
+        self._spent = {PUT: 0.0, GET: 0.0}  # seconds of processes that ended
         self._process: StoreProcess | None = None
         self._said = self._verdict = ""  # the last trouble that this process told; why it was killed
         self._seen = 0  # packets of the process that were taken
@@ -120,8 +121,10 @@ class StoreClient:
         return self._tickets.breaker.refuses(self._clock())
 
     def seconds(self, lane: int) -> float:
-        """Returns how long the backend's calls of PUT or GET took until now."""
-        return (self._spent[lane] + self._words[(lane + SPENT) // 8]) / 1e9
+        """Returns how long the backend's calls of PUT or GET took until now, with the one that runs."""
+        begun = self._words[(lane + BEGUN) // 8]
+        running = self._clock() - begun / 1e9 if begun else 0.0
+        return self._spent[lane] + self._words[(lane + SPENT) // 8] / 1e9 + running
 
     def poll(self) -> Sequence[Event]:
         """Returns what happened. Called once a pass: reads one word and the clock when nothing did."""
@@ -294,6 +297,9 @@ class StoreClient:
         self._dies("died")
         process.close()
         self._process = None
+        for lane in self._spent:
+            self._spent[lane] = self.seconds(lane)
+            self._words[(lane + SPENT) // 8] = self._words[(lane + BEGUN) // 8] = 0
         words = f", after: {self._said}" if self._said else ""
         self.last_error = self._verdict or f"the store's process ended with status {status}{words}"
         events += self._tickets.fail(self.last_error)
@@ -302,8 +308,6 @@ class StoreClient:
             self._back_off(now)
 
     def _start(self, now: float) -> None:
-        for lane in self._spent:
-            self._spent[lane] += self._words[(lane + SPENT) // 8]
         for word in range(len(self._words)):
             self._words[word] = 0
         self._seen, self._said, self._verdict, self._tickets.worked, self._end_by = 0, "", "", False, inf

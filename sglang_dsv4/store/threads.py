@@ -57,15 +57,14 @@ class Channel:
         self.sock = sock
         self._words = shared[: wire.CONTROL].view(np.int64)
         self._lock = threading.Lock()
-        self._begun: dict[int, int] = {}  # calls, by lane
 
     def beat(self, lane: int) -> None:
         """Counts a step of PUT or GET, each of one thread: a call begins, or ends and its nanoseconds count."""
         now, word = time.monotonic_ns(), lane // 8
+        began = int(self._words[word + wire.BEGUN // 8])
         self._words[word] += 1
-        self._words[word + wire.SPENT // 8] += now - self._begun.pop(lane, now)
-        if self._words[word] % 2:
-            self._begun[lane] = now
+        self._words[word + wire.BEGUN // 8] = 0 if began else now  # before what it took: nobody counts that twice
+        self._words[word + wire.SPENT // 8] += now - began if began else 0
 
     def send(self, kind: Kind, ticket: int = 0, count: int = 0, body: bytes = b"", wait: bool = True) -> None:
         """Sends one message. Without ``wait`` it is lost where the scheduler does not read."""

@@ -20,7 +20,8 @@ KEY_BYTES = 32
 
 # Words of the shared memory, int64 by offset in bytes, a cache line each; the token ids lie behind CONTROL.
 MAIL, PUT, GET = 0, 64, 128  # packets that the process sent; steps of its writes, of its reads
-SPENT = 8  # behind those of PUT and of GET: nanoseconds that their calls of the backend took
+# Behind those of PUT and of GET, nanoseconds: that their calls of the backend took; when the one that runs began, or 0.
+SPENT, BEGUN = 8, 16
 CONTROL = 4096
 
 PAGE = 0  # the part of a piece that is a page; those of a window are 1, 2, 3 ...

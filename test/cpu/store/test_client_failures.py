@@ -6,7 +6,7 @@ import pytest
 from played_store import KEY, Played, ask, fail, found, pieces, restarts, works
 
 from sglang_dsv4.store.client import GRACE, Limits, State
-from sglang_dsv4.store.wire import GET, HEAD, MAIL, PUT, SPENT, Kind, Spot
+from sglang_dsv4.store.wire import BEGUN, GET, HEAD, MAIL, PUT, SPENT, Kind, Spot
 
 
 def test_a_hang_is_killed_and_its_units_come_back_behind_the_reap():
@@ -108,10 +108,15 @@ def test_a_new_process_begins_anew():
         played.life.step(lane)
     old, shared = played.life, played.life.words
     shared[(GET + SPENT) // 8] = 1_500_000_000
+    shared[(PUT + BEGUN) // 8] = int((played.clock() - 2.0) * 1e9)  # a call that hangs
+    assert played.client.seconds(PUT) == pytest.approx(2.0)
     old.die()
     played.passes(1.0)
-    assert [shared[at // 8] for at in (MAIL, PUT, GET, GET + SPENT)] == [0, 0, 0, 0]
-    assert (played.client.seconds(GET), played.client.seconds(PUT)) == (1.5, 0.0), "but it counts on"
+    assert [shared[at // 8] for at in (MAIL, PUT, GET, GET + SPENT, PUT + BEGUN)] == [0] * 5
+    spent = played.client.seconds(GET), played.client.seconds(PUT)
+    assert spent[0] == 1.5 and 2.0 <= spent[1] <= 3.0, "but they count on"
+    played.passes(1.0)
+    assert (played.client.seconds(GET), played.client.seconds(PUT)) == spent, "and no longer than the process lived"
     played.life.ready()
     played.passes()
     assert played.client.state is State.UP

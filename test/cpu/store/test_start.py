@@ -72,8 +72,10 @@ def test_a_folder_is_made_for_its_owner_alone(tmp_path, caplog: pytest.LogCaptur
     assert folder.stat().st_mode & 0o777 == 0o700 and config["file_storage_path"] == str(folder)
     assert 0 < int(config["min_free_space"]) <= store_start.LEAST_FREE
     assert not caplog.records
+    store_start.tell_of_others(settings(folder=str(folder)), config)
+    assert not caplog.records
     folder.chmod(0o750)
-    store_start.config_of(settings(folder=str(folder)))
+    store_start.tell_of_others(settings(folder=str(folder)), config)
     assert "others may read or write" in caplog.text
 
 
@@ -83,22 +85,34 @@ def test_the_folder_of_the_engine_s_variable_is_looked_at(tmp_path, monkeypatch,
     assert store_start.folder_of(config) == str(tmp_path / "first")
     assert (tmp_path / "first").stat().st_mode & 0o777 == 0o700 and not (tmp_path / "second").exists()
     (tmp_path / "first").chmod(0o777)
-    store_start.config_of(settings())
+    store_start.tell_of_others(settings(), config)
     assert "others may read or write" in caplog.text
 
 
-def test_a_master_that_others_reach_is_told_unless_there_is_a_secret(monkeypatch, caplog) -> None:
-    for address in ("127.0.0.1:50051", "localhost:50051", "[::1]:50051"):
-        store_start.config_of(settings("mooncake", master_server_address=address))
-    monkeypatch.setenv("MOONCAKE_MASTER", "10.0.0.2:50051")
-    store_start.config_of(replace(settings("mooncake"), store_secret=b"a secret of some bytes"))
-    assert not caplog.records
-    store_start.config_of(settings("mooncake", master_server_address="10.0.0.1:50051"))
-    store_start.config_of(settings("mooncake"))
-    monkeypatch.delenv("MOONCAKE_MASTER")
-    store_start.config_of(settings("mooncake"))  # the engine's file may name it
-    assert [record.args[0] for record in caplog.records] == ["10.0.0.1:50051", "10.0.0.2:50051", "Mooncake's master"]
-    assert "who reaches 10.0.0.1:50051 may read and write the cache of prompts" in caplog.messages[0]
+@pytest.mark.parametrize("secret", [b"", b"a secret of some bytes"])
+def test_a_master_at_a_public_address_is_told(secret, tmp_path, monkeypatch, caplog) -> None:
+    """Wherever the engine's class takes it from: the configuration, its file, its variable."""
+    monkeypatch.delenv(store_start.MASTER, raising=False)
+    monkeypatch.delenv(store_start.MASTERS_FILE, raising=False)
+
+    def told(address: str | None = None) -> list[str]:
+        given = {} if address is None else {"master_server_address": address}
+        config = store_start.config_of(found := replace(settings("mooncake", **given), store_secret=secret))
+        caplog.clear()
+        store_start.tell_of_others(found, config)
+        return [record.args[0] for record in caplog.records]
+
+    for address in ("127.0.0.1:50051", "localhost:50051", "LOCALHOST", "[::1]:50051", "10.0.0.1:1", "a.b.invalid:1"):
+        assert not told(address)
+    assert told("8.8.8.8:50051") == ["8.8.8.8:50051"] and "who reaches 8.8.8.8:50051 may read or" in caplog.text
+    assert told("[2600::1]:50051") == ["[2600::1]:50051"] and not told()
+    monkeypatch.setenv(store_start.MASTER, "8.8.4.4:1")
+    assert told() == ["8.8.4.4:1"] and not told("10.0.0.1:1")
+    file = tmp_path / "mooncake.json"
+    monkeypatch.setenv(store_start.MASTERS_FILE, str(file))
+    assert not told(), "the backend says that there is no such file"
+    file.write_text('{"master_server_address": "8.8.8.8:2"}')
+    assert told() == ["8.8.8.8:2"]
 
 
 def test_a_start_that_failed_says_why(caplog, monkeypatch) -> None:

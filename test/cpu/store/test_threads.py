@@ -12,6 +12,7 @@ import pytest
 from sglang_dsv4.store import threads
 from sglang_dsv4.store.threads import Channel, Getter, Packet
 from sglang_dsv4.store.wire import (
+    BEGUN,
     CONTROL,
     GET,
     MAIL,
@@ -84,12 +85,14 @@ def test_what_is_in_doubt_is_read_when_no_load_waits():
 
 
 def test_the_time_of_calls_counts_by_lane(monkeypatch):
-    shared, calls = np.zeros(CONTROL, np.uint8), [(1, GET), (2, PUT), (5, GET), (9, GET), (10, PUT), (12, GET)]
+    calls = [(1, GET), (2, PUT), (5, GET), (9, GET), (10, PUT), (12, GET), (20, PUT)]
+    shared = np.zeros(CONTROL, np.uint8)
     channel, clock = Channel(None, shared), iter(now for now, _ in calls)
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
     for _, lane in calls:
         channel.beat(lane)
-    assert [shared.view(np.int64)[at // 8] for at in (GET, GET + SPENT, PUT, PUT + SPENT)] == [4, 4 + 3, 2, 8]
+    words = shared.view(np.int64)
+    assert [words[(lane + at) // 8] for lane in (GET, PUT) for at in (0, SPENT, BEGUN)] == [4, 4 + 3, 0, 3, 8, 20]
 
 
 def test_trouble_with_a_folder_whose_name_is_no_utf_8_is_told():
