@@ -120,9 +120,9 @@ def gaps() -> str:
         return ""
     p99 = [row["p99_ms"] for row in long["rows"][-2:]]
     return (
-        f"Where [256 requests end together](results/sessions-together.json) another one's longest gap is "
-        f"longer by {told(together, 'longest gap of another request', 0)} ms, median of all rounds. While [a prompt "
-        f"of a million tokens is prefilled and kept](results/sessions-long.json) that of others is longer by "
+        f"Where [256 requests end together](results/sessions-together.json) the longest gap of another "
+        f"one changes by {told(together, 'longest gap of another request', 0)} ms, median of all rounds. While [a "
+        f"prompt of a million tokens is prefilled and kept](results/sessions-long.json) that of others changes by "
         f"{told(long, 'longest gap of another request', 0)} ms (p99 {p99[0]:.0f} ms, and {p99[1]:.0f} with `off`). "
         f"While [one waits](results/sessions-waiting.json) the median gap is {told(waiting, 'gap, median')} "
         f"of that with `off`, a pass {told(waiting, 'a pass, by one before')}: others end meanwhile, and are saved."
