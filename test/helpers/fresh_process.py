@@ -19,10 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # What is tested, what takes threads or its environment when it is imported, and what runs tests.
 COLD = ("sglang", "sglang_dsv4", "triton_ops", "torchvision", "prometheus_client", "mooncake", "nixl")
+COLD += ("transformers", "safetensors", "compressed_tensors")  # which take torch, where it is to be missing
 COLD += ("pytest", "_pytest", "xdist", "execnet", "hypothesis")
 SERVES = """
-import atexit, contextlib, gc, importlib, json, os, runpy, sys, traceback
-imported, job = json.loads(sys.stdin.readline()), None
+import atexit, contextlib, gc, importlib, json, os, runpy, sys, threading, traceback
+(imported, root), job = json.loads(sys.stdin.readline()), None
 for name in imported:
     with contextlib.suppress(Exception):  # made up by the engine, or by a test
         importlib.import_module(name)
@@ -42,6 +43,7 @@ if job is not None:
     os.environ.clear()
     os.environ.update(job["environ"])
     os.chdir(job["folder"])
+    sys.path[:] = [place for place in sys.path if place != root]
     sys.path[:1] = ["", *filter(None, job["environ"].get("PYTHONPATH", "").split(os.pathsep))]
     how, what, *argv = job["words"]
     sys.argv, status = [how, *argv], 1
@@ -56,6 +58,7 @@ if job is not None:
         print(end.code, file=sys.stderr) if isinstance(end.code, str) else None
     except BaseException:
         traceback.print_exc()
+    threading._shutdown()  # waits for threads, as the end of an interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,7 +74,7 @@ def _server() -> subprocess.Popen[bytes]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}  # select sees all that was not read
     process = subprocess.Popen([sys.executable, "-c", SERVES], env=environ, **pipes)
     names = [name for name in there if name.partition(".")[0] not in COLD]
-    process.stdin.write(json.dumps(names).encode() + b"\n")
+    process.stdin.write(json.dumps((names, str(ROOT))).encode() + b"\n")
     return process
 
 

@@ -33,10 +33,11 @@ def test_its_rows_come_back_at_every_length(algorithm: str, n: int, overlap: boo
     there_and_back(World(draft=algorithm), n, overlap)
 
 
-def test_beside_a_page_major_target(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", (EAGLE, DSPARK))
+def test_beside_a_page_major_target(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose layout is another in the pages of all tokens alone: the draft has none."""
     monkeypatch.setenv("DSV4_LAYOUT", "page-major")
-    there_and_back(World(draft=DSPARK), 385, overlap=True)
+    there_and_back(World(draft=algorithm), 385, overlap=True)
 
 
 @pytest.mark.parametrize(

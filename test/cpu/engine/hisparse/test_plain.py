@@ -259,6 +259,7 @@ def test_hot_rows_are_nobody_elses_where_prompts_end_with_their_prefill(seed: in
             world.check_integrity()
             world.retract(rng.choice(running))
         hot_pages_have_one_owner(world)
+    world.check_integrity()
     assert counted(world)[1] > 5
 
 

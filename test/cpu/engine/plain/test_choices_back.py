@@ -65,7 +65,7 @@ def assert_own(world: Any, *reqs: Any) -> None:
 
 
 def test_all_choices_come_back() -> None:
-    """At lengths around each end of a page and of a block; test_host_rows moves them at every other."""
+    """At lengths around each end of a page, of a block and of a window."""
     world = asking(small_world(server_args=BOTH))
     for tokens in LENGTHS:
         req = world.submit(range(tokens * 1000, tokens * 1000 + tokens - 2), max_new=5)
