@@ -161,7 +161,7 @@ def least_free(folder: str) -> int:
 
 
 def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
-    from sglang.srt.runtime_context import get_lora  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_lora, get_spec  # noqa: PLC0415
 
     assert pool.host is not None
     args, buffers, memory = scheduler.server_args, pool.host.buffers, pool.host.memory
@@ -173,8 +173,10 @@ def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
         "override": args.json_model_override_args,
         "load": [args.load_format, args.quantization, args.dtype],
     }
-    if args.speculative_draft_model_path:
-        parts["draft"] = _model(settings, args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    # The record has what was asked for; the engine may have found a draft below the model, or in it, which tells it.
+    draft = args.speculative_draft_model_path or get_spec().speculative_draft_model_path
+    if draft and draft != args.model_path:
+        parts["draft"] = _model(settings, draft, args.speculative_draft_model_revision)
     own = [args.speculative_draft_load_format, args.speculative_draft_model_quantization]
     if any(own):  # else the draft is loaded as the model is
         parts["load of the draft"] = own

@@ -21,7 +21,7 @@ from sglang_dsv4.metrics import SessionCounters
 
 OTHERS = {scenes.WINDOWS: (1, 30), scenes.PAGES: (1, 90)}
 KIND_AFTER = {30: "window", 90: "pages"}
-SLOW, SLOWER = 0.02, 0.15  # seconds of a prefill; where times are judged, which a busy machine makes longer
+SLOW, SLOWER = 0.02, 0.08  # seconds of a prefill; where times are judged, which a busy machine makes longer
 EVICTING = [scene.name for scene in SCENES if scene.lost]
 HITS, READ = "later prompts that hit, share, ", "later prompts read that it has cached, share, "
 FAR = "scores from those on a flushed server, beyond stock's and 3 standard errors, "

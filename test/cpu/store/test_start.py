@@ -234,7 +234,7 @@ class Server:
             speculative_draft_model_quantization=None,
         )  # fmt: skip
         self.geometry, self.dtype, self.version = Geometry(RATIOS), torch.float8_e4m3fn, "0.5.23"
-        self.settings, self.adapters = Settings(), [self.adapter()]
+        self.settings, self.adapters, self.found = Settings(), [self.adapter()], None
 
     def adapter(self, name: str = "one") -> LoRARef:
         return LoRARef(lora_name=name, lora_path=str(self.folder / "adapter"))
@@ -249,7 +249,7 @@ class Server:
     def key(self, monkeypatch: pytest.MonkeyPatch) -> bytes:
         """Returns the key before the first page of a tenant: those of all its objects follow from it."""
         monkeypatch.setattr(store_start, "engine_version", lambda: self.version)
-        boot(lora_paths=self.adapters)
+        boot(lora_paths=self.adapters, speculative_draft_model_path=self.found)
         memory = SimpleNamespace(families=families(self.geometry), units=Units.of(self.geometry))
         host = SimpleNamespace(buffers=SimpleNamespace(geometry=self.geometry), memory=memory)
         pool, scheduler = SimpleNamespace(host=host, dtype=self.dtype), SimpleNamespace(server_args=self.args)
@@ -303,6 +303,20 @@ def test_servers_whose_bytes_are_the_same_share_keys(tmp_path: Path, monkeypatch
     one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
     NO_PARTS[part](other)
     assert one.key(monkeypatch) == other.key(monkeypatch)
+
+
+def test_a_draft_that_the_engine_finds_below_the_model_is_told(tmp_path: Path, monkeypatch) -> None:
+    """DSpark's, which no argument names. What is found in the model itself is told with it."""
+    one, other = Server(tmp_path / "one"), Server(tmp_path / "other")
+    for server in (one, other):
+        server.set(speculative_draft_model_path=None)
+    without = one.key(monkeypatch)
+    other.found = str(other.folder / "model")
+    assert other.key(monkeypatch) == without
+    one.found, other.found = str(one.folder / "draft"), str(other.folder / "draft")
+    assert one.key(monkeypatch) == other.key(monkeypatch) != without
+    PARTS["draft"](other)
+    assert one.key(monkeypatch) != other.key(monkeypatch)
 
 
 def test_adapters_of_a_command_line_are_told(tmp_path: Path, monkeypatch) -> None:
