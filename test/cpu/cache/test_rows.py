@@ -177,10 +177,10 @@ def test_spans_are_the_bytes_of_the_rows(pool, n):
         tail, found = Tail.of(members, n), {}
         columns = (spans.pages, spans.rows, spans.counts, spans.live_rows)
         for span, (page, row, count, live_row) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-            for number in range(len(family.planes)):
+            for number, plane in enumerate(family.planes):
+                there = page * family.page_bytes + family.row_offset(number, row)  # from there on they are neighbours
                 for k in range(count):
                     key = (number, spans.position_of(span, k))
                     assert key not in found
-                    there = page * family.page_bytes + family.row_offset(number, row + k)
-                    found[key] = (there, tail.in_layer(family, number, live_row + k))
+                    found[key] = (there + k * plane.row_bytes, tail.in_layer(family, number, live_row + k))
         assert found == wanted, family.name
