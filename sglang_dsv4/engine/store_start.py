@@ -173,7 +173,7 @@ def _identity(settings: Settings, pool: TokenToKVPool, scheduler: Any) -> bytes:
         "override": args.json_model_override_args,
         "load": [args.load_format, args.quantization, args.dtype],
     }
-    # The record has what was asked for; the engine may have found a draft below the model, or in it, which tells it.
+    # The engine may find a draft that no argument names: in the model, whose digest has it, or in a folder below.
     draft = args.speculative_draft_model_path or get_spec().speculative_draft_model_path
     if draft and draft != args.model_path:
         parts["draft"] = _model(settings, draft, args.speculative_draft_model_revision)

@@ -46,11 +46,11 @@ def test_random_lives_of_sessions(device):
         "keep right", "keep wrong", "keep refused", "kept already", "kept again", "no room, and none evicted",
         "evicted ahead",
         "too many held", "load", "look up", "looked up behind a node", "evicted", "hints left", "superseded pages",
-        "expired", "found wrong", "kept when not clean", "partial given up", "retract", "resume",
+        "expired", "found wrong", "looked up again", "kept when not clean", "partial given up", "retract", "resume",
         "settle", "weights", "flush", "wait",
         "pages shared", "adopted", "superseded",
     )  # fmt: skip
-    examples("STORE_EXAMPLES", 10, store.StoreLives, 50, store.done, *wanted)
+    examples("STORE_EXAMPLES", 40, store.StoreLives, 50, store.done, *wanted)
 
 
 class Sessions:
